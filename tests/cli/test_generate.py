@@ -108,6 +108,20 @@ def test_the_backend_changes_nothing_but_itself(generate: Run, expected: dict[st
     assert (answer["backend"], answer["token_ids"]) == (backend, expected["token_ids"])
 
 
+def test_another_chat_template(generate: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("Q: {{ messages[0].content }}\nA:", encoding="utf-8")
+    answer = json.loads(generate("hello", "--json", "--chat-template", file).out)
+    target = load_target(tiny_target_dir, device="cpu")
+    assert target.tokenizer is not None
+    prompt = target.tokenizer("Q: hello\nA:")["input_ids"]
+    with Engine(target) as engine:
+        [completion] = engine.generate([prompt], SamplingParams(max_new_tokens=20))
+    assert answer["token_ids"] == completion.token_ids
+    missing = generate("hello", "--chat-template", tmp_path / "none.jinja")
+    assert missing.code == 2 and "none.jinja cannot be read" in missing.err
+
+
 @pytest.mark.parametrize("backend", ["hf", "native"])
 def test_an_exact_target_says_so(generate: Run, expected: dict[str, Any], backend: str) -> None:
     answer = json.loads(generate("hello", "--json", "--exact", "--backend", backend, "--compile", "off").out)

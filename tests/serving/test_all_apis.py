@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,9 +10,7 @@ from serving_client import Client
 
 from blockdraft.engine import Engine
 from blockdraft.serving import streaming
-from blockdraft.serving.request import Chat
 from blockdraft.serving.schemas import GenerationSchema
-from blockdraft.serving.tool_calls import grammar_of
 from blockdraft.types import SamplingParams
 
 USER = {"role": "user", "content": "the ant"}
@@ -98,13 +96,37 @@ def test_stop_sequences(client: Client) -> None:
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", end)
 
 
-def test_max_tokens_beyond_the_context(client: Client) -> None:
-    answer = client.post("/v1/responses", {"model": "tiny", "input": "the ant", "max_output_tokens": 10_000})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "max_output_tokens"
-    assert error["message"].startswith("max_output_tokens is 10000")
-    body = message(client, max_tokens=10_000, logit_bias={"2": -100}, temperature=1, seed=1)
-    assert body["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+def test_max_tokens_beyond_the_context_is_clipped(client: Client) -> None:
+    """Agents ask for 32,000 tokens and more, whatever the model."""
+    how: dict[str, Any] = {"ignore_eos": True}
+    [choice] = client.chat(max_tokens=32_000, **how)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert client.chat(max_completion_tokens=32_000, **how)["choices"] == [choice]
+    assert client.complete("the ant", max_tokens=32_000, **how)["choices"][0]["finish_reason"] == "length"
+    assert respond(client, max_output_tokens=32_000, **how)["status"] == "incomplete"
+    assert message(client, max_tokens=32_000, **how)["stop_reason"] == "model_context_window_exceeded"
+
+
+def test_the_last_message_of_the_assistant_is_continued(client: Client) -> None:
+    prefix = {"role": "assistant", "content": "Good"}
+    tokens = client.post("/tokenize", {"messages": [USER, prefix]}).json()["tokens"]
+    prompt = client.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert prompt.endswith("assistant\nGood")
+    text = client.complete(tokens, max_tokens=12)["choices"][0]["text"]
+    chat = client.chat(messages=[USER, prefix], max_tokens=12)
+    assert chat["choices"][0]["message"]["content"] == text
+    assert chat["usage"]["prompt_tokens"] == len(tokens)
+    response = respond(client, input=[USER, prefix], max_output_tokens=12)
+    assert response["output"][0]["content"][0]["text"] == text
+    assert message(client, messages=[USER, prefix], max_tokens=12)["content"][0]["text"] == text
+    # vLLM's fields say it otherwise.
+    new = client.post("/tokenize", {"messages": [USER, prefix], "add_generation_prompt": True}).json()["tokens"]
+    assert len(new) > len(tokens) and new[: len(tokens)] == tokens
+    explicit = client.chat(messages=[USER, prefix], continue_final_message=True, max_tokens=12)
+    assert explicit["choices"] == chat["choices"]
+    for body in ({"messages": [USER]}, {"messages": [USER, prefix], "add_generation_prompt": True}):
+        answer = client.post("/v1/chat/completions", {"model": "tiny", "continue_final_message": True, **body})
+        assert answer.status_code == 400, answer.text
 
 
 @pytest.mark.slow
@@ -169,22 +191,39 @@ def test_streams_are_kept_alive_during_tool_calls(client: Client, monkeypatch: p
             assert "sky" in text and (len(keep_alives) == usual) == silent
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("with_tools", "slow")
-def test_decoding_ends_with_the_only_call(client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def several(tokenizer: Any, chat: Chat, *more: Any) -> Any:
-        return grammar_of(tokenizer, replace(chat, parallel_tool_calls=True), *more)
-
-    monkeypatch.setattr("blockdraft.serving.prompts.grammar_of", several)  # makes the model call again and again
-    assert engine.target.tokenizer is not None
-    [token] = engine.target.tokenizer.encode("\n", add_special_tokens=False)
+@pytest.mark.usefixtures("with_tools")
+def test_decoding_ends_with_the_only_call(client: Client, engine: Engine) -> None:
+    ends = {str(token): -100 for token in engine.target.eos_token_ids}
     tools = [{"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}]
-    how: dict[str, Any] = {"tools": tools, "tool_choice": "required", "logit_bias": {str(token): 100}}
-    many = client.chat(max_tokens=200, **how)
-    assert len(many["choices"][0]["message"]["tool_calls"]) > 1 and many["choices"][0]["finish_reason"] == "length"
-    one = client.chat(max_tokens=200, parallel_tool_calls=False, **how)
-    assert len(one["choices"][0]["message"]["tool_calls"]) == 1 and one["choices"][0]["finish_reason"] == "tool_calls"
-    assert one["usage"]["completion_tokens"] < 200
+    how: dict[str, Any] = {"tools": tools, "tool_choice": "required", "max_tokens": 200, "logit_bias": ends}
+    [many] = client.chat(**how)["choices"]  # what follows the call is the model's choice
+    assert len(many["message"]["tool_calls"]) == 1 and many["finish_reason"] == "length"
+    named = {"type": "function", "function": {"name": "paint"}}
+    for more in ({"parallel_tool_calls": False}, {"tool_choice": named}):
+        one = client.chat(**how | more)
+        [choice] = one["choices"]
+        assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+        assert len(choice["message"]["tool_calls"]) == 1 and one["usage"]["completion_tokens"] < 100
+
+
+@pytest.mark.usefixtures("with_tools")
+def test_custom_tools_take_text(client: Client) -> None:
+    tools = [{"type": "custom", "custom": {"name": "paint", "description": "Paints."}}]
+    choice = {"type": "custom", "custom": {"name": "paint"}}
+    output = client.chat(tools=tools, tool_choice=choice, max_tokens=200, logit_bias={"5": 30})["choices"][0]["message"]
+    [call] = output["tool_calls"]
+    assert call["type"] == "custom" and call["custom"]["name"] == "paint" and isinstance(call["custom"]["input"], str)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "Done."}
+    client.chat(messages=[USER, output, result], tools=tools, max_tokens=3)
+    responses = [{"type": "custom", "name": "paint", "description": "Paints."}]
+    [item] = respond(
+        client,
+        tools=responses,
+        tool_choice={"type": "custom", "name": "paint"},
+        max_output_tokens=200,
+        logit_bias={"5": 30},
+    )["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", call["custom"]["input"])
 
 
 @pytest.mark.usefixtures("with_tools")

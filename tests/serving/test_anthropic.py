@@ -252,7 +252,6 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"messages": []}, "messages is []"),
-        ({"messages": [USER, {"role": "assistant", "content": "{"}]}, "messages ends with the role assistant"),
         (user({"type": "image", "source": {"type": "url", "url": "x"}}), "a part of type 'image'"),
         (user({"type": "tool_result", "content": "x"}), "without tool_use_id"),
         (
@@ -276,3 +275,14 @@ def test_bad_fields(script: Script, body: dict[str, Any], message: str) -> None:
         error = answer.json()
         assert error["type"] == "error" and error["error"]["type"] in ("invalid_request_error", "not_found_error")
         assert message in error["error"]["message"]
+
+
+def test_blocks_and_tools_of_other_servers_are_skipped_and_counted(script: Script) -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    result = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    said = {"role": "assistant", "content": [search, result, {"type": "text", "text": "Rain."}]}
+    service = script(TEXT)
+    answer = ask(service, messages=[USER, said, USER], tools=[SEARCH, WEATHER])
+    assert answer.status_code == 200 and answer.headers["X-Blockdraft-Skipped"] == "3"
+    assert service.requests[-1].prompt.messages[1] == {"role": "assistant", "content": "Rain."}
+    assert "X-Blockdraft-Skipped" not in ask(service).headers

@@ -88,6 +88,22 @@ def test_echo_with_prompt_logprobs(client: Any, engine: Engine) -> None:
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
+def test_text_offsets_count_characters(client: Any, engine: Engine) -> None:
+    """A character of several tokens counts once, however the prompt is given."""
+    text = "the \u00e9\u8a9e ant \u8a9e"
+    letters = [token for letter in text for token in ids_of(engine, letter)]  # other tokens than those of the text
+    assert letters != ids_of(engine, text)
+    for prompt in (text, ids_of(engine, text), letters):
+        ids = prompt if isinstance(prompt, list) else ids_of(engine, prompt)
+        [choice] = client.complete(prompt, max_tokens=20, echo=True, logprobs=1)["choices"]
+        result, whole = choice["logprobs"], choice["text"]
+        offsets = result["text_offset"]
+        assert offsets == sorted(offsets) and offsets[-1] <= len(whole) and offsets[len(ids)] == len(text)
+        for offset, token in zip(offsets[: len(ids)], result["tokens"], strict=False):
+            assert whole[offset : offset + len(token)] == token or "\ufffd" in token
+        assert [offsets[ids.index(token)] for token in ids_of(engine, "\u8a9e")[:1]] == [text.index("\u8a9e")]
+
+
 def test_max_tokens_zero_without_echo(client: Any) -> None:
     answer = client.complete("the ant", max_tokens=0)
     assert answer["choices"][0]["text"] == ""

@@ -238,15 +238,16 @@ def test_what_a_request_asks_for(script: Script) -> None:
 @pytest.mark.parametrize(
     ("given", "expected", "names"),
     [
-        ("none", ToolChoice("none"), ["weather", "now"]),
-        ("required", ToolChoice("required"), ["weather", "now"]),
-        ({"type": "function", "name": "now"}, ToolChoice("required", "now"), ["weather", "now"]),
+        ("none", ToolChoice("none"), ["weather", "now", "patch"]),
+        ("required", ToolChoice("required"), ["weather", "now", "patch"]),
+        ({"type": "function", "name": "now"}, ToolChoice("required", "now"), ["weather", "now", "patch"]),
         (
             {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]},
             ToolChoice("required"),
             ["now"],
         ),
         ({"type": "allowed_tools", "mode": "auto", "tools": []}, ToolChoice(), []),
+        ({"type": "custom", "name": "patch"}, ToolChoice("required", "patch"), ["weather", "now", "patch"]),
     ],
 )
 def test_tool_choice(script: Script, given: Any, expected: ToolChoice, names: list[str]) -> None:
@@ -280,7 +281,7 @@ def test_items_become_messages(script: Script) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
     assert chat.messages == [
         {"role": "system", "content": "One."},
-        {"role": "system", "content": "Two."},
+        {"role": "developer", "content": "Two."},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "Noon."},
@@ -294,7 +295,8 @@ def test_items_become_messages(script: Script) -> None:
     [
         ({"model": "other"}, "model"),
         ({"input": ""}, "input"),
-        ({"input": [{"type": "computer_call"}]}, "input.0"),
+        ({"input": [{"type": "custom_tool_call", "name": "f"}]}, "input.0"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]}, "input.0.arguments"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
@@ -320,3 +322,80 @@ def test_bad_fields(script: Script, body: dict[str, Any], param: str | None) -> 
         assert answer.status_code in (400, 404), answer.text
         error = answer.json()["error"]
         assert error["param"] == param and error["type"] == "invalid_request_error", error
+
+
+MCP = {
+    "type": "namespace",
+    "name": "mcp__files__",
+    "description": "Files.",
+    "tools": [{"type": "function", "name": "read"}],
+}
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Changes files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"},
+}
+
+
+def test_namespaces_and_custom_tools_are_functions_for_the_model(script: Script) -> None:
+    calls = [
+        ToolCall(0, "call_1", "mcp__files__read", '{"path": "a"}'),
+        ToolCall(1, "call_2", "patch", '{"input": "*** \\"a\\"\\n"}'),
+        finished("tool_calls"),
+    ]
+    service = script(calls)
+    body = ask(service, tools=[MCP, PATCH]).json()
+    assert body["tools"] == [MCP, PATCH]
+    first, second = body["output"]
+    assert (first["type"], first["namespace"], first["name"]) == ("function_call", "mcp__files__", "read")
+    assert (second["type"], second["name"], second["input"]) == ("custom_tool_call", "patch", '*** "a"\n')
+    wires = stream(service, tools=[MCP, PATCH])
+    assert comparable(wires[-1]["response"]) == comparable(body)
+    custom = [wire for wire in wires if "custom_tool_call_input" in wire["type"]]
+    assert [wire["type"].rpartition(".")[2] for wire in custom] == ["delta", "done"]
+    assert custom[0]["delta"] == custom[1]["input"] == '*** "a"\n'
+    offered = [tool["function"] for tool in service.requests[-1].prompt.tools]
+    assert [function["name"] for function in offered] == ["mcp__files__read", "patch"]
+    assert list(offered[1]["parameters"]["properties"]) == ["input"] and "start: LINE+" in str(offered[1])
+    # Their calls and outputs come back as items.
+    outputs = [
+        {"type": "function_call_output", "call_id": "call_1", "output": "x"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "y"},
+    ]
+    for more in ({"input": [*body["output"], *outputs]}, {"input": outputs, "previous_response_id": body["id"]}):
+        service.client().post("/v1/responses", json={"model": "tiny", "tools": [MCP, PATCH], **more})
+    _, chat = request_of(service, input=[{"role": "user", "content": "Hi"}, *body["output"], *outputs])
+    said, *results = chat.messages[1:]
+    assert [call["function"] for call in said["tool_calls"]] == [
+        {"name": "mcp__files__read", "arguments": {"path": "a"}},
+        {"name": "patch", "arguments": {"input": '*** "a"\n'}},
+    ]
+    assert [result["content"] for result in results] == ["x", "y"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_items_and_tools_of_other_servers_are_skipped_and_counted(script: Script, streamed: bool) -> None:
+    service = script(TEXT)
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+        {"type": "local_shell_call", "call_id": "c", "action": {}},
+        {"type": "item_reference", "id": "msg_unknown"},
+        {"type": "some_future_item"},
+    ]
+    answer = ask(service, input=items, tools=[{"type": "web_search"}, NOW], stream=streamed)
+    assert answer.status_code == 200 and answer.headers["X-Blockdraft-Skipped"] == "5"
+    assert service.requests[-1].prompt.messages == [{"role": "user", "content": "Hi"}]
+    assert "X-Blockdraft-Skipped" not in ask(service, tools=[NOW]).headers
+
+
+def test_references_stand_for_stored_items(script: Script) -> None:
+    service = script(TEXT)
+    client = service.client()
+    first = client.post("/v1/responses", json={"model": "tiny", "input": "Hi"}).json()
+    items = [{"role": "user", "content": "Hi"}]
+    items += [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    body = {"model": "tiny", "input": [*items, {"role": "user", "content": "And?"}]}
+    assert "X-Blockdraft-Skipped" not in client.post("/v1/responses", json=body).headers
+    assert [message["content"] for message in service.requests[-1].prompt.messages] == ["Hi", "Hello wörld", "And?"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import Field
@@ -13,15 +13,12 @@ from pydantic import Field
 from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, tell
 from blockdraft.cli.options import DATA, DRAFTING, MODEL, SAMPLING, Only
-from blockdraft.cli.target import AsJson, Folder, Records, TargetSettings, Trained, quiet
+from blockdraft.cli.target import AsJson, Folder, Records, TargetSettings, Trained, quiet, read_template, set_template
 from blockdraft.data.settings import DataSettings, HiddenStateSettings, RecordSettings
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import Flag, settings
 from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import Quantize, SamplingParams
-
-if TYPE_CHECKING:
-    from blockdraft.targets import Target, TargetText
 
 BatchSize = Annotated[DataSettings, Only("batch_size")]
 
@@ -172,14 +169,14 @@ def data(
     with complaints.noting():
         check_sources(sources, records)
     with complaints.noting():
-        template = None if where.chat_template is None else _read(where.chat_template)
+        template = None if where.chat_template is None else read_template(where.chat_template)
     complaints.check()
     text = load_target_text(run.target or "bundled", run.revision)
-    _set_template(text, template)
+    set_template(text, template)
     RecordReader(text, sources, records, settings).check_first()
     target = run.load(quantize=where.quantize) if writer == "target" else None
     if target is not None:
-        _set_template(target, template)
+        set_template(target, template)
         settings = replace(settings, author=target_fingerprint(target))
     tell("reading and checking the records ...")
     preparation = Preparation(out, target or text, sources, records, settings)
@@ -217,18 +214,6 @@ def data(
         print(f"cut to {reader.length} tokens: {counted(counts['cut'], 'document')}")
     for reason, count in counts["left_out"].items():
         print(f"left out, {reason}: {counted(count, 'record')}")
-
-
-def _read(template: Path) -> str:
-    try:
-        return template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{template} cannot be read ({error}).") from error
-
-
-def _set_template(target: Target | TargetText, template: str | None) -> None:
-    if template is not None and target.tokenizer is not None:
-        target.tokenizer.chat_template = template
 
 
 @settings

@@ -32,7 +32,7 @@ from blockdraft.types import (
 if TYPE_CHECKING:
     import torch
 
-    from blockdraft.targets import Target
+    from blockdraft.targets import Target, TargetText
 
 AsJson = Annotated[bool, Flag("--json", panel=OUTPUT)]
 Overwrite = Annotated[bool, Flag(panel=OUTPUT)]
@@ -121,6 +121,9 @@ class DecodingSettings(TargetSettings):
         description="Quantize the drafter like the target, to 8 bits next to a target in bfloat16, or to fewer after "
         "quantization-aware training.",
     )
+    chat_template: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+        None, description="Chat template to use instead of the target's."
+    )
     exact: bool = Field(
         False,
         description="Make greedy answers equal those of plain decoding even at near ties, whatever is drafted and in "
@@ -137,6 +140,7 @@ class DecodingSettings(TargetSettings):
         from blockdraft.drafters import check_draft_vocab, check_place
         from blockdraft.models import TINY, default_target
 
+        template = None if self.chat_template is None else read_template(self.chat_template)
         if network is not None and network.draft_vocab is not None:
             check_draft_vocab(network.draft_vocab)
         if drafter is not None:
@@ -148,7 +152,23 @@ class DecodingSettings(TargetSettings):
             tell(f"--threads is {self.threads}, more than this machine's {processors} processors; it may be very slow.")
         names = "adapter revision threads compile quantize kv_dtype round_drafters exact"
         how = {name: getattr(self, name) for name in names.split()}
-        return load(self.target, self.dtype, self.device, self.backend, **how)
+        target = load(self.target, self.dtype, self.device, self.backend, **how)
+        set_template(target, template)
+        return target
+
+
+def read_template(path: Path) -> str:
+    """Return the text of a file that holds a chat template, or raise a UsageError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); --chat-template takes a file with a template.") from error
+
+
+def set_template(target: Target | TargetText, template: str | None) -> None:
+    """Replace the chat template of a target, unless it is None."""
+    if template is not None and target.tokenizer is not None:
+        target.tokenizer.chat_template = template
 
 
 Trained = Annotated[TargetSettings, Only(panel=MODEL)]

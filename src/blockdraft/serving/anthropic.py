@@ -46,6 +46,8 @@ from blockdraft.serving.streaming import NamedEventsResponse, respond, until_dis
 
 # The first line of Claude Code's instructions differs in each request and would defeat the prefix cache.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+# Blocks on tools that only Anthropic's servers run.
+FOREIGN = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result|container_upload|compaction|fallback")
 PING = {"type": "ping"}
 
 
@@ -57,7 +59,7 @@ def router(service: Service) -> APIRouter:
         model = service.check_model(body.model)
         request = body.to_request(service.settings.temperature)
         response = MessagesResponse(service, model, request)
-        return await respond(http, service, [request], response, body.stream)
+        return await respond(http, service, [request], response, body.stream, body.num_skipped)
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(http: Request, body: CountRequest) -> dict[str, int]:
@@ -92,10 +94,11 @@ class AnthropicMessage(Schema):
         """
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
+        blocks = [block for block in self.content if not FOREIGN.fullmatch(block.type)]
         if self.role == "assistant":
-            return [_assistant_message(place, self.content)]
+            return [_assistant_message(place, blocks)]
         messages, texts = list[dict[str, Any]](), list[Block]()
-        for block in self.content:
+        for block in blocks:
             if block.type != "tool_result":
                 texts.append(block)
                 continue
@@ -135,6 +138,10 @@ class AnthropicTool(Schema):
     name: NonEmpty
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.type in (None, "custom")
 
 
 class AnthropicToolChoice(Schema):
@@ -196,13 +203,21 @@ class CountRequest(Schema):
         """Return the tools as chat templates take them, without those that only Anthropic can run."""
         tools = []
         for tool in self.tools or ():
-            if tool.type in (None, "custom"):
-                if tool.input_schema is None:
-                    raise UsageError(
-                        f"tools holds {tool.name} without input_schema; give the JSON schema of its input."
-                    )
-                tools.append(function_tool(tool.name, tool.description, tool.input_schema))
+            if not tool.known:
+                continue
+            if tool.input_schema is None:
+                raise UsageError(f"tools holds {tool.name} without input_schema; give the JSON schema of its input.")
+            tools.append(function_tool(tool.name, tool.description, tool.input_schema))
         return tuple(tools)
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of tools and blocks that only Anthropic's servers know."""
+        blocks = [
+            block for message in self.messages if not isinstance(message.content, str) for block in message.content
+        ]
+        skipped = sum(FOREIGN.fullmatch(block.type) is not None for block in blocks)
+        return skipped + sum(not tool.known for tool in self.tools or ())
 
 
 class MessagesRequest(CountRequest, GenerationSchema):
@@ -217,11 +232,6 @@ class MessagesRequest(CountRequest, GenerationSchema):
 
     def to_request(self, default_temperature: float) -> GenerationRequest:
         """Convert the request. Raise a UsageError if a field has an unsupported value."""
-        if self.messages[-1].role == "assistant":
-            raise UsageError(
-                "messages ends with the role assistant; continuing a response is not supported, so end with the role "
-                "user."
-            )
         form = (self.output_config and self.output_config.format) or self.output_format
         grammar = form and format_grammar("output_config.format", form.type, form.schema_)
         params = self.to_sampling_params(default_temperature, grammar=grammar)
@@ -229,7 +239,6 @@ class MessagesRequest(CountRequest, GenerationSchema):
             self.to_chat(self.tool_choice),
             replace(params, stop=(*params.stop, *(self.stop_sequences or ()))),
             max_tokens=self.max_tokens,
-            clip_max_tokens=True,  # clients ask for 32,000 tokens and more
             speculation=self.speculation,
         )
 

@@ -206,7 +206,6 @@ class OllamaSchema(Schema):
             sampling.to_sampling_params(temperature, grammar=grammar),
             max_tokens=None if limit is None or limit < 0 else max(1, limit),
             max_tokens_name="num_predict",
-            clip_max_tokens=True,
         )
 
     def _variables(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from blockdraft.serving.request import Chat, GenerationRequest, Infill
 from blockdraft.serving.schemas import NUM_SEEDS
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.tool_calls import OutputParser, grammar_of, parser_of
+from blockdraft.serving.tool_calls.formats import THINK, THINK_END
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
 
@@ -50,11 +51,15 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     Raises:
         UsageError, ApiError: The request cannot be served.
     """
-    prompt, params, text = request.prompt, request.params, ""
+    prompt, params, text, content = request.prompt, request.params, "", None
     if isinstance(prompt, Chat):
         text = render(engine.target, prompt)
         ids = encode_rendered(tokenizer_of(engine.target), text)
-        params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, params.grammar))
+        if _continues(prompt):  # the reasoning of the last message has ended, unless it ends inside
+            last = prompt.messages[-1]["content"]
+            text = THINK if last.rfind(THINK) > last.rfind(THINK_END) else THINK_END
+        content = params.grammar
+        params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, content))
     elif isinstance(prompt, Infill):
         room = context_of(engine) - min(request.max_tokens or 1, context_of(engine) // 2)
         ids = infill_prompt(
@@ -77,7 +82,7 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
         seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS
         parser: OutputParser | InfillLimits | None = None
         if isinstance(prompt, Chat):
-            parser = parser_of(tokenizer_of(engine.target), prompt, text)
+            parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         elif isinstance(prompt, Infill):
             parser = InfillLimits(prompt.max_seconds, prompt.min_indent)
         choices.append(Choice(ids, replace(params, seed=seed), parser, clipped))
@@ -95,14 +100,39 @@ def render(target: Target, chat: Chat) -> str:
     """Render a chat with the chat template of the target, up to the start of the response.
 
     Raises:
-        UsageError: The target has no chat template, or the template refuses the chat.
+        UsageError: The target has no chat template, the template refuses the chat, or no message can be continued.
     """
     tokenizer = tokenizer_of(target)
     if tokenizer.chat_template is None:
         raise UsageError("The target has no chat template; send the prompt as text to /v1/completions.")
+    if not chat.messages:
+        raise UsageError("messages is empty; give at least one message.")
     if reserved := RESERVED & set(chat.template):
         raise UsageError(f"chat_template_kwargs names {sorted(reserved)}, which the server sets; leave them out.")
-    return render_chat(tokenizer, chat.messages, chat.tools, **chat.template)
+    continues = _continues(chat)
+    return render_chat(
+        tokenizer,
+        chat.messages,
+        chat.tools,
+        add_generation_prompt=not continues and chat.add_generation_prompt is not False,
+        continue_final_message=continues,
+        **chat.template,
+    )
+
+
+def _continues(chat: Chat) -> bool:
+    """Return whether the response continues the last message, which is then the assistant's."""
+    last = chat.messages[-1]
+    can_continue = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    if chat.continue_final_message:
+        if not can_continue:
+            raise UsageError(
+                "continue_final_message is true, and the last message is no text of the assistant; end messages with "
+                "one, or leave continue_final_message out."
+            )
+        if chat.add_generation_prompt:
+            raise UsageError("add_generation_prompt is true beside continue_final_message; leave one of them out.")
+    return can_continue and chat.continue_final_message is not False and not chat.add_generation_prompt
 
 
 def encode_messages(target: Target, chat: Chat) -> list[int]:
@@ -121,14 +151,15 @@ def context_of(engine: Engine) -> int:
 
 
 def _token_limit(request: GenerationRequest, settings: ServeSettings, context: int, prompt: int) -> tuple[int, bool]:
-    """Return the maximum number of new tokens, and whether the context clipped the request.
+    """Return the maximum number of new tokens, and whether the context clipped `max_tokens`.
+
+    Clients ask for 32,000 tokens and more, so a large `max_tokens` is no error.
 
     Args:
         prompt: Number of prompt tokens.
     """
-    wanted, name = request.max_tokens, request.max_tokens_name
-    max_prompt, max_answer = settings.max_prompt_tokens, settings.max_answer_tokens
     room, code = context - prompt, "context_length_exceeded"
+    max_prompt = settings.max_prompt_tokens
     if max_prompt is not None and prompt > max_prompt:
         raise ApiError(400, f"The prompt has {prompt} tokens; shorten it to at most {max_prompt}.", code=code)
     if room < 1:
@@ -138,17 +169,5 @@ def _token_limit(request: GenerationRequest, settings: ServeSettings, context: i
             f"output included; shorten the prompt.",
             code=code,
         )
-    clipped = request.clip_max_tokens and wanted is not None and wanted > room
-    if wanted is None or clipped:
-        return min(room, max_answer or room), clipped
-    if max_answer is not None and wanted > max_answer:
-        raise ApiError(400, f"{name} is {wanted}; it must be at most {max_answer} on this server.", param=name)
-    if wanted > room:
-        raise ApiError(
-            400,
-            f"{name} is {wanted}, the prompt has {prompt} tokens, and this model's maximum context length is "
-            f"{context} tokens; lower {name} to {room}, or leave it out.",
-            code=code,
-            param=name,
-        )
-    return wanted, False
+    limit = min(filter(None, (request.max_tokens, settings.max_answer_tokens, room)))
+    return limit, request.max_tokens is not None and limit == room < request.max_tokens

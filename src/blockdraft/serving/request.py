@@ -32,6 +32,10 @@ class Chat:
             (`{"id", "type": "function", "function": {"name", "arguments"}}`, the arguments a dict) or `tool_call_id`.
         tools: OpenAI's function tools, `{"type": "function", "function": {"name", "description", "parameters"}}`.
         template: More variables of the chat template, such as `enable_thinking`.
+        continue_final_message: Whether the response continues the last message; by default it does if that is a text of
+            the assistant.
+        add_generation_prompt: Whether the header of a new response is added; by default it is unless the last message
+            is continued.
     """
 
     messages: list[dict[str, Any]]
@@ -39,6 +43,8 @@ class Chat:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     template: dict[str, Any] = field(default_factory=dict)
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,7 @@ class GenerationRequest:
         prompt: A chat, an infill, or a text or token ids to continue without a chat template.
         params: Sampling parameters. `max_new_tokens` is ignored.
         n: Number of choices. If `params` has a seed, each choice adds its index to it.
-        max_tokens: Maximum tokens of each choice; None allows as many as the context has room for.
-        max_tokens_name: Field that sets `max_tokens`, for error messages.
-        clip_max_tokens: Whether the context shortens a longer `max_tokens`. Otherwise the request is refused.
+        max_tokens: Maximum tokens of each choice. None, and more than the context has room for, mean as many as fit.
         add_special_tokens: Whether the tokenizer adds its special tokens to a text.
     """
 
@@ -78,8 +82,6 @@ class GenerationRequest:
     params: SamplingParams
     n: int = 1
     max_tokens: int | None = None
-    max_tokens_name: str = "max_tokens"
-    clip_max_tokens: bool = False
     add_special_tokens: bool = True
     speculation: Speculation = Speculation()
 

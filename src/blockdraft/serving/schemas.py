@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from blockdraft.errors import UsageError
+from blockdraft.serving.json_schemas import close
 from blockdraft.types import Grammar, SamplingParams
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # editors send dozens of stop strings
@@ -108,8 +109,6 @@ class GenerationSchema(Schema):
         "min_tokens": (0,),
         "include_stop_str_in_output": (False,),
         "skip_special_tokens": (True,),
-        "continue_final_message": (False,),
-        "add_generation_prompt": (True,),
         "modalities": (["text"],),
     }
 
@@ -172,7 +171,7 @@ class Part(Schema):
 
 
 def format_grammar(field: str, kind: str, schema: Any) -> Grammar | None:
-    """Return the grammar of an output format, or None for text.
+    """Return the grammar of an output format, or None for text. Objects have only properties that the schema names.
 
     Args:
         field: Name of the field that holds the format, for error messages.
@@ -184,7 +183,7 @@ def format_grammar(field: str, kind: str, schema: Any) -> Grammar | None:
         return Grammar("json_object")
     if schema is None:
         raise UsageError(f"{field} is json_schema without a schema; give the schema.")
-    return Grammar("json_schema", json.dumps(schema))
+    return Grammar("json_schema", json.dumps(close(schema)))
 
 
 def join_text(field: str, content: str | Sequence[Part]) -> str:
@@ -227,6 +226,26 @@ def function_tool(name: str, description: Any, parameters: dict[str, Any]) -> di
     """Return a tool as chat templates take it."""
     function = {"name": name, "description": str(description or ""), "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def text_tool(name: str, description: Any, form: Any) -> dict[str, Any]:
+    """Return a custom tool, which takes a text instead of JSON, as a function with the text as its only argument.
+
+    Args:
+        form: What the request says about the text, such as a grammar.
+    """
+    text = {"type": "string", "description": "The whole input, as plain text."}
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        inner = form.get("grammar")  # where chat completions have it
+        grammar = inner if isinstance(inner, dict) else form
+        text["description"] += f" It follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
+    return function_tool(name, description, {"type": "object", "properties": {"input": text}, "required": ["input"]})
+
+
+def tool_text(arguments: str) -> str:
+    """Return the text for a custom tool from the arguments of its call."""
+    text = json.loads(arguments).get("input")
+    return text if isinstance(text, str) else arguments
 
 
 def template_variables(effort: str | None, more: dict[str, Any] | None) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class _RunningChoice:
             return
         parts = parser.push(chunk.text)
         if chunk.finish_reason is not None:
-            parts += parser.finish()
+            parts += parser.finish(cut=chunk.finish_reason == "length")
         first = next((part for part in parts if isinstance(part, TextDelta)), None)
         if first is None:
             yield TextDelta("", chunk=chunk)

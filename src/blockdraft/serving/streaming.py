@@ -21,6 +21,7 @@ from blockdraft.serving.service import Service
 
 T = TypeVar("T")
 QUIET_SECONDS = 10.0  # without an event, as while a tool call is generated, until the client gets a keep-alive
+SKIPPED = "X-Blockdraft-Skipped"
 UNICODE_LINE_ENDS = "\x85\u2028\u2029"  # JSON does not escape them, and some clients split lines at them
 
 
@@ -77,18 +78,29 @@ def data(value: Any) -> str:
 
 
 async def respond(
-    http: Request, service: Service, requests: Sequence[GenerationRequest], response: ApiResponse, stream: bool | None
+    http: Request,
+    service: Service,
+    requests: Sequence[GenerationRequest],
+    response: ApiResponse,
+    stream: bool | None,
+    num_skipped: int = 0,
 ) -> Response:
     """Generate and send a response. Errors before the first event are raised.
+
+    Args:
+        num_skipped: Parts of the request that only other servers know and this one skipped, for a header.
 
     Raises:
         ClientDisconnected: The client disconnected before the first event or, without streaming, before the end.
     """
+    headers = {SKIPPED: str(num_skipped)} if num_skipped else {}
     if not stream:
-        return JSONResponse(await until_disconnect(http, _complete(service, requests, response)))
+        return JSONResponse(await until_disconnect(http, _complete(service, requests, response)), headers=headers)
     frames = _frames(service, requests, response)
     first = await until_disconnect(http, anext(frames))
-    return EventStream(first, frames, response, service.settings.stall_seconds)
+    sent = EventStream(first, frames, response, service.settings.stall_seconds)
+    sent.headers.update(headers)
+    return sent
 
 
 async def _complete(service: Service, requests: Sequence[GenerationRequest], response: ApiResponse) -> dict[str, Any]:

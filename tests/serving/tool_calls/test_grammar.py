@@ -111,13 +111,15 @@ def test_valid_calls_are_accepted_and_others_refused(tokens: PreTrainedTokenizer
         write("weather", '{"city": "x", "other": 1}'),
         write("unknown", "{}"),
         write("now", '{"a": 1}'),
-        write("now", "{}") + " so",
+        "So " + write("now", "{}"),
     ]
     if template != CODER:
         bad.append(write("weather", '{"city":   "x"}'))  # a weak model might write spaces for ever
     assert [text for text in bad if accepts(tokens, text, TOOLS, REQUIRED)] == []
-    assert accepts(tokens, separator.join(good), TOOLS, REQUIRED)
-    assert not accepts(tokens, separator.join(good), TOOLS, REQUIRED, parallel=False)
+    # What follows the required call is the model's choice, unless only one call is allowed.
+    for text in (separator.join(good), good[0] + "\nDone.", f"{good[0]}\n{good[1]} and <"):
+        assert accepts(tokens, text, TOOLS, REQUIRED)
+        assert not accepts(tokens, text, TOOLS, REQUIRED, parallel=False)
     named = ToolChoice("required", "now")
     assert accepts(tokens, good[2], TOOLS, named)
     assert not accepts(tokens, good[0], TOOLS, named)
@@ -186,6 +188,15 @@ def test_open_schemas_stay_open(tokenizer: PreTrainedTokenizerFast) -> None:
     assert not accepts(tokenizer, hermes("f", '{"a": 1, "b": 2}'), tools, REQUIRED)
 
 
+def test_nested_objects_are_closed(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = HERMES
+    item = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    schema = {"properties": {"items": {"type": "array", "items": item}, "free": {"type": "object"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert accepts(tokenizer, hermes("f", '{"items": [{"a": 1}], "free": {"b": 2}}'), tools, REQUIRED)
+    assert not accepts(tokenizer, hermes("f", '{"items": [{"a": 1, "b": 2}]}'), tools, REQUIRED)
+
+
 def test_unsupported_schema_keywords_of_tools_are_ignored(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = HERMES
     paths = {"type": "array", "items": {"type": "string", "format": "path"}, "uniqueItems": True}
@@ -225,3 +236,9 @@ def test_impossible_tool_choices_are_refused(tokenizer: PreTrainedTokenizerFast)
     tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(UsageError, match="takes no tools"):
         grammar_of(tokenizer, TOOLS, REQUIRED)
+
+
+def test_unknown_formats_are_plain_json(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ tools }} [TOOL_CALLS]"
+    assert accepts(tokenizer, '{"name": "now", "arguments": {}}', TOOLS, REQUIRED)
+    assert not accepts(tokenizer, '[TOOL_CALLS] {"name": "now", "arguments": {}}', TOOLS, REQUIRED)

@@ -159,7 +159,51 @@ CODER = [
     ("<toolbox <function=g></function>", [plain("<toolbox"), call("g", "{}")]),
     ("<function=f><parameter=b>\nNaN\n</parameter></function>", [call("f", '{"b": "NaN"}')]),
 ]
-CASES = [
+# As small models write calls whatever their template asks for.
+PLAIN_JSON = [
+    ('```json\n{"name": "f", "arguments": {"a": "x"}}\n```', [call("f", '{"a": "x"}')]),
+    (
+        'I call it.\n\n```\n{"name": "g", "parameters": {}}\n```\nDone.',
+        [plain("I call it."), call("g", "{}"), plain("Done.")],
+    ),
+    ('```json\n{"name": "f", "arguments": {}}', [call("f", "{}")]),
+    ('```json\n{"name": "f", "arguments": {}}\n``', [call("f", "{}")]),
+    (
+        '{"name": "f", "arguments": {"a": "x"}}\n{"name": "g", "arguments": {}}',
+        [call("f", '{"a": "x"}'), call("g", "{}")],
+    ),
+    (
+        '```json\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}\n```',
+        [call("f", "{}"), call("g", "{}")],
+    ),
+    (
+        '```json\n[\n  {"name": "f", "arguments": {}},\n  {"name": "g", "arguments": {}}\n]\n```',
+        [call("f", "{}"), call("g", "{}")],
+    ),
+    ('[{"name": "f", "arguments": {}}]', [call("f", "{}")]),
+    ('<tools>\n{"name": "f", "arguments": {}}\n</tools>', [call("f", "{}")]),
+    ('<|python_tag|>{"name": "f", "parameters": {}}', [call("f", "{}")]),
+    ('{"name": "f", "arguments": {}}\n</tool_call>', [call("f", "{}")]),
+    ('{"type": "function", "function": {"name": "f", "arguments": "{}"}}', [call("f", "{}")]),
+    ('{"function": "f", "arguments": {}}', [call("f", "{}")]),
+    ("<tool_call>\n<function=g>\n</function>\n</tool_call>", [call("g", "{}")]),
+    ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', [call("f", "{}")]),
+    *(
+        (text, [plain(text)])
+        for text in (
+            '```json\n{"name": "Ann", "arguments": {}}\n```',
+            '```json\n{"name": "f", "description": "F.", "parameters": {"a": 1}}\n```',
+            '```python\nf({"name": "f", "arguments": {}})\n```',
+            '```json\n{"name": "f", "argum',
+            "```json\n[1, 2]\n```",
+            '{"name": "f"}',
+            "[link](x)\n<b>bold</b>\n`code`\n``` ",
+            'Write {"name": "f", "arguments": {}} for it.',
+            '{"a": 1}\n',
+        )
+    ),
+]
+CASES = [(name, *case) for name in TEMPLATES for case in PLAIN_JSON] + [
     (name, *case) for name, cases in (("hermes", HERMES), ("llama3", LLAMA3), ("qwen3_coder", CODER)) for case in cases
 ]
 
@@ -306,11 +350,29 @@ def test_schemas_give_bare_values_their_types(
     assert isinstance(part, ToolCall) and json.loads(part.arguments) == {"x": value}
 
 
-@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }} [TOOL_CALLS]"])
-def test_templates_without_a_known_format_refuse_tools(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+def test_templates_without_tools_refuse_them(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UsageError, match="tools is given, and the model's chat template"):
-        parser_of(tokenizer_with(tokenizer, template), TOOLS)
+        parser_of(tokenizer_with(tokenizer, "{{ messages }}"), TOOLS)
     parser_of(tokenizer, TOOLS, ToolChoice("none"))
+
+
+def test_json_content_is_no_call(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Where text must be JSON, only marked calls can be told from it."""
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    text = '{"name": "f", "arguments": {}}'
+    parser = parser_of_chat(tokenizer, Chat([], tuple(TOOLS)), json_content=True)
+    assert joined(parser.push(text) + parser.finish()) == [plain(text)]
+
+
+def test_unfinished_calls_behind_others_are_dropped_at_the_token_limit(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "f", "arg'
+    for cut in (True, False):
+        parser = parser_of(tokenizer, TOOLS)
+        parts = joined(parser.push(text) + parser.finish(cut))
+        assert parts == [call("f", "{}")] + ([] if cut else [plain('<tool_call>{"name": "f", "arg')])
+    parser = parser_of(tokenizer, TOOLS)
+    assert joined(parser.push('<tool_call>{"name') + parser.finish(cut=True)) == [plain('<tool_call>{"name')]
 
 
 @pytest.mark.parametrize(

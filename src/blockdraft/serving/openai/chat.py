@@ -26,7 +26,9 @@ from blockdraft.serving.schemas import (
     join_text,
     parse_arguments,
     template_variables,
+    text_tool,
     tool_call,
+    tool_text,
 )
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
@@ -62,10 +64,24 @@ class FunctionCall(Schema):
     arguments: str = ""
 
 
+class CustomCall(Schema):
+    name: str
+    input: str = ""
+
+
 class EarlierToolCall(Schema):
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+    def to_template(self, place: str, number: int) -> dict[str, Any]:
+        call_id = self.id or f"call_{place.removeprefix('messages.')}_{number}"
+        if self.custom is not None:
+            return tool_call(call_id, self.custom.name, {"input": self.custom.input})
+        if self.function is None:
+            raise UsageError(f"{place}.tool_calls holds a call without function; give its name and arguments.")
+        arguments = parse_arguments(f"{place}.tool_calls", self.function.arguments)
+        return tool_call(call_id, self.function.name, arguments)
 
 
 class ChatMessage(Schema):
@@ -88,7 +104,7 @@ class ChatMessage(Schema):
         if self.content is None and self.role != "assistant":
             raise UsageError(f"{place}.content is missing; a message of role {self.role} needs one.")
         message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
+            "role": self.role,
             "content": join_text(f"{place}.content", self.content or ""),
         }
         optional = {
@@ -98,14 +114,7 @@ class ChatMessage(Schema):
         }
         message |= {name: value for name, value in optional.items() if value is not None}
         if self.tool_calls:
-            message["tool_calls"] = [
-                tool_call(
-                    call.id or f"call_{place.removeprefix('messages.')}_{number}",
-                    call.function.name,
-                    parse_arguments(f"{place}.tool_calls", call.function.arguments),
-                )
-                for number, call in enumerate(self.tool_calls)
-            ]
+            message["tool_calls"] = [call.to_template(place, number) for number, call in enumerate(self.tool_calls)]
         return message
 
 
@@ -115,18 +124,38 @@ class Function(Schema):
     parameters: dict[str, Any] | None = None
 
 
+class CustomTool(Schema):
+    name: NonEmpty
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class ChatTool(Schema):
-    type: Literal["function"]
-    function: Function
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: CustomTool | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        if self.custom is not None:
+            return text_tool(self.custom.name, self.custom.description, self.custom.format)
+        if self.function is None:
+            raise UsageError(f"tools holds a {self.type} tool without {self.type}; give it.")
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
-class NamedFunction(Schema):
+class Named(Schema):
     name: str
 
 
 class NamedTool(Schema):
-    type: Literal["function"] = "function"
-    function: NamedFunction
+    type: Literal["function", "custom"] = "function"
+    function: Named | None = None
+    custom: Named | None = None
+
+    @property
+    def name(self) -> str:
+        named = self.function or self.custom
+        return named.name if named else ""
 
 
 class ChatRequest(GenerationSchema):
@@ -146,6 +175,8 @@ class ChatRequest(GenerationSchema):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def to_request(self, default_temperature: float) -> GenerationRequest:
         """Convert the request. Raise a UsageError if fields contradict each other."""
@@ -164,11 +195,11 @@ class ChatRequest(GenerationSchema):
             prompt=Chat(
                 messages=template_messages(self.messages),
                 tools=template_tools(self.tools),
-                tool_choice=ToolChoice(choice)
-                if isinstance(choice, str)
-                else ToolChoice("required", choice.function.name),
+                tool_choice=ToolChoice(choice) if isinstance(choice, str) else ToolChoice("required", choice.name),
                 parallel_tool_calls=self.parallel_tool_calls is not False,
                 template=template_variables(self.reasoning_effort, self.chat_template_kwargs),
+                continue_final_message=self.continue_final_message,
+                add_generation_prompt=self.add_generation_prompt,
             ),
             params=self.to_sampling_params(
                 default_temperature, logprobs=(self.top_logprobs or 0) if self.logprobs else None, grammar=grammar
@@ -184,7 +215,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def template_tools(tools: Sequence[ChatTool] | None) -> tuple[dict[str, Any], ...]:
-    return tuple(tool.model_dump(exclude_none=True) for tool in tools or ())
+    return tuple(tool.to_template() for tool in tools or ())
 
 
 @dataclass
@@ -203,6 +234,7 @@ class ChatResponse(ChoicesResponse):
     def __init__(self, service: Service, model: str, body: ChatRequest, requests: Sequence[GenerationRequest]) -> None:
         super().__init__(service, model, body, requests)
         self._logprobs = bool(body.logprobs)
+        self._text_tools = {tool.custom.name for tool in body.tools or () if tool.custom}
         self._choices: defaultdict[int, ChatChoice] = defaultdict(ChatChoice)
 
     def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
@@ -212,8 +244,10 @@ class ChatResponse(ChoicesResponse):
         elif isinstance(event, Finished):
             self._ends[index] = event
         elif isinstance(event, ToolCall):
-            function = {"name": event.name, "arguments": event.arguments}
-            choice.calls.append({"id": event.id, "type": "function", "function": function})
+            call: dict[str, Any] = {"function": {"name": event.name, "arguments": event.arguments}}
+            if event.name in self._text_tools:
+                call = {"custom": {"name": event.name, "input": tool_text(event.arguments)}}
+            choice.calls.append({"id": event.id, "type": next(iter(call)), **call})
             delta = {"tool_calls": [{"index": event.index, **choice.calls[-1]}]}
         else:
             (choice.reasoning if event.reasoning else choice.text).append(event.text)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
 
+from blockdraft.engine.text import REPLACEMENT
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
 from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
@@ -17,6 +20,8 @@ from blockdraft.serving.schemas import GenerationSchema, Listed, TokenIds
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
 from blockdraft.types import MOST_LOGPROBS, TokenLogprob
+
+CONTEXT = 8  # tokens; no character has more, and decoders look no further back
 
 
 def router(service: Service) -> APIRouter:
@@ -81,28 +86,33 @@ class CompletionResponse(ChoicesResponse):
     ) -> None:
         super().__init__(service, model, body, requests)
         self._service, self._requests = service, requests
+        self._tokenizer = service.backends.usual.target.tokenizer
         self._echo, self._logprobs = body.echo, body.logprobs is not None
         self._no_output = body.max_tokens == 0  # hides the one token that the engine generates
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
-        self._lengths: defaultdict[int, int] = defaultdict(int)  # of the text of each choice, in characters
+        self._offsets = dict[int, TextOffsets]()
         self._all_logprobs: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
     def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
         text, tokens, logprobs = "", list[tuple[int, TokenLogprob | None]](), None
         if isinstance(event, Finished):
             self._ends[index] = event
-        elif isinstance(event, Started) and self._echo:
-            text = self._service.prompt_text(self._requests[index // self._n].prompt)  # type: ignore[arg-type]
-            prompt_logprobs = event.prompt_logprobs or [None] * len(event.prompt_ids)
-            tokens = list(zip(event.prompt_ids, prompt_logprobs, strict=True))
+        elif isinstance(event, Started):
+            self._offsets[index] = TextOffsets(self._tokenizer, event.prompt_ids)
+            if self._echo:
+                prompt: Any = self._requests[index // self._n].prompt
+                text = self._service.prompt_text(prompt)
+                prompt_logprobs = event.prompt_logprobs or [None] * len(event.prompt_ids)
+                tokens = list(zip(event.prompt_ids, prompt_logprobs, strict=True))
         elif isinstance(event, TextDelta) and not self._no_output:
             text = event.text
             tokens = [(token.token_id, token) for token in (event.chunk and event.chunk.logprobs) or ()]
         if self._logprobs and (text or tokens):
-            logprobs = self._format_logprobs(tokens, offset=self._lengths[index])
+            offsets = self._offsets[index]
+            places = offsets.of_prompt(text) if isinstance(event, Started) else offsets.add(tokens)
+            logprobs = self._format_logprobs(tokens, places)
             self._all_logprobs[index].append(logprobs)
         self._texts[index].append(text)
-        self._lengths[index] += len(text)
         if not (text or tokens or isinstance(event, Finished) or self._traced_chunk(event)):
             return ()
         return [self._event(index, {"text": text, "logprobs": logprobs}, event)]
@@ -121,20 +131,17 @@ class CompletionResponse(ChoicesResponse):
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def _format_logprobs(self, tokens: Sequence[tuple[int, TokenLogprob | None]], offset: int) -> dict[str, Any]:
+    def _format_logprobs(
+        self, tokens: Sequence[tuple[int, TokenLogprob | None]], offsets: Sequence[int]
+    ) -> dict[str, Any]:
         """Return log-probabilities as completions report them.
 
         Args:
             tokens: Tokens with their log-probabilities; None for the first token of a prompt, which has none.
-            offset: Characters of the text before them.
+            offsets: Place of each token in the text, in characters.
         """
-        texts = [self._text_of(token) for token, _ in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
         return {
-            "tokens": texts,
+            "tokens": [self._text_of(token) for token, _ in tokens],
             "token_logprobs": [logprob and finite(logprob.logprob) for _, logprob in tokens],
             "top_logprobs": [logprob and self._top(logprob) for _, logprob in tokens],
             "text_offset": offsets,
@@ -146,3 +153,48 @@ class CompletionResponse(ChoicesResponse):
         for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
             top.setdefault(self._text_of(token_id), finite(logprob))
         return top
+
+
+class TextOffsets:
+    """Places of tokens in a text, in characters. Of tokens that share a character, the first one has it.
+
+    Args:
+        tokenizer: Tokenizer of the target; without one there is no text.
+        prompt: Token ids before the output.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: list[int]) -> None:
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._context, self._pending = prompt[-CONTEXT:], list[int]()  # tokens decoded before, and those in progress
+        self._length = 0  # of the text before `_pending`
+
+    def of_prompt(self, text: str) -> list[int]:
+        """Return the places of the prompt's tokens, if the text begins with the prompt."""
+        self._length = len(text)
+        if self._tokenizer is None:
+            return [0] * len(self._prompt)
+        if self._tokenizer.is_fast:
+            for special in (True, False):
+                encoding: Any = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+                if encoding["input_ids"] == self._prompt:
+                    return [start for start, _ in encoding["offset_mapping"]]
+        whole = TextOffsets(self._tokenizer, [])  # token ids that their own text does not give
+        return whole.add([(token, None) for token in self._prompt], skip_special_tokens=False)
+
+    def add(self, tokens: Sequence[tuple[int, TokenLogprob | None]], skip_special_tokens: bool = True) -> list[int]:
+        """Return the places of the next tokens."""
+        places, known = [], self._text(skip_special_tokens)
+        for token, _ in tokens:
+            places.append(self._length + len(known.rstrip(REPLACEMENT)))
+            self._pending.append(token)
+            known = self._text(skip_special_tokens)
+            if not known.endswith(REPLACEMENT) or len(self._pending) == CONTEXT:
+                self._length += len(known)
+                self._context, self._pending, known = [*self._context, *self._pending][-CONTEXT:], [], ""
+        return places
+
+    def _text(self, skip_special_tokens: bool) -> str:
+        if self._tokenizer is None or not self._pending:
+            return ""
+        decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        return str(decode([*self._context, *self._pending]))[len(decode(self._context)) :]

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
@@ -29,7 +30,9 @@ from blockdraft.serving.schemas import (
     join_text,
     parse_arguments,
     template_variables,
+    text_tool,
     tool_call,
+    tool_text,
 )
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import NamedEventsResponse, respond
@@ -41,6 +44,7 @@ ECHOED_FIELDS = (
     *("prompt_cache_key", "safety_identifier", "user"),
 )
 ECHOED_PARAMS = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
+CALL_EVENTS = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 FIXED_FIELDS = {
     "background": False,
     "max_tool_calls": None,
@@ -58,7 +62,10 @@ def router(service: Service) -> APIRouter:
     async def create(http: Request, body: ResponsesRequest) -> Response:
         model = service.check_model(body.model)
         before = store.get(body.previous_response_id).messages if body.previous_response_id else []
-        messages = [*before, *template_messages(body.input)]
+        items = body.input
+        if not isinstance(items, str):
+            items = [store.item(item.id) or item if item.type == "item_reference" else item for item in items]
+        messages = [*before, *template_messages(items)]
         request = body.to_request(messages, settings.temperature)
 
         def save(response: ResponsesResponse) -> None:
@@ -66,7 +73,8 @@ def router(service: Service) -> APIRouter:
                 store.put(response.id, StoredResponse(response.body(), [*messages, *response.output_messages()]))
 
         response = ResponsesResponse(service, model, body, request, on_end=save)
-        return await respond(http, service, [request], response, body.stream)
+        skipped = body.num_skipped_tools + sum(isinstance(item, Item) and not item.known for item in items)
+        return await respond(http, service, [request], response, body.stream, skipped)
 
     @routes.get("/v1/responses/{response_id}")
     async def read(response_id: str, stream: bool = False) -> dict[str, Any]:
@@ -125,6 +133,11 @@ class ResponseStore:
             )
         return self._responses[response_id][0]
 
+    def item(self, item_id: str | None) -> Item | None:
+        """Return an output item of a stored response, or None if there is none of this id."""
+        outputs = (item for response, _ in self._responses.values() for item in response.body["output"])
+        return next((Item.model_validate(item) for item in outputs if item["id"] == item_id), None)
+
     def remove(self, response_id: str) -> None:
         """Remove a response, or raise an ApiError (404) if it is not stored."""
         self.get(response_id)
@@ -135,13 +148,21 @@ class Item(Schema):
     """A message, a tool call, its result, or reasoning. The fields that it needs depend on its type."""
 
     type: str = "message"
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Listed[Part] | None = None
     summary: Listed[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Listed[Part] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether a chat template can take the item. Others say what OpenAI's servers did."""
+        return self.type == "reasoning" or self.type in REQUIRED_FIELDS
 
     def to_template(self, place: str) -> dict[str, Any]:
         """Return the item as a message for chat templates.
@@ -150,43 +171,53 @@ class Item(Schema):
             place: Name of the item in error messages.
 
         Raises:
-            UsageError: The type is unsupported, or a field that it needs is missing.
+            UsageError: A field that its type needs is missing.
         """
         if self.type == "message" and self.role is not None and self.content is not None:
-            role = "system" if self.role == "developer" else self.role
-            return {"role": role, "content": join_text(f"{place}.content", self.content)}
+            return {"role": self.role, "content": join_text(f"{place}.content", self.content)}
         if self.type == "function_call" and self.call_id and self.name:
-            call = tool_call(self.call_id, self.name, parse_arguments(f"{place}.arguments", self.arguments))
-            return {"role": "assistant", "content": "", "tool_calls": [call]}
-        if self.type == "function_call_output" and self.call_id and self.output is not None:
+            arguments = parse_arguments(f"{place}.arguments", self.arguments)
+            return self._call(self.call_id, _full_name(self.namespace, self.name), arguments)
+        if self.type == "custom_tool_call" and self.call_id and self.name and self.input is not None:
+            return self._call(self.call_id, self.name, {"input": self.input})
+        if (
+            self.type in ("function_call_output", "custom_tool_call_output")
+            and self.call_id
+            and self.output is not None
+        ):
             output = join_text(f"{place}.output", self.output)
             return {"role": "tool", "tool_call_id": self.call_id, "content": output}
         if self.type == "reasoning":
             reasoning = join_text(place, self.content or self.summary or "")
             return {"role": "assistant", "content": "", "reasoning_content": reasoning}
-        if self.type in REQUIRED_FIELDS:
-            raise UsageError(f"{place} is a {self.type} with a missing field; it needs {REQUIRED_FIELDS[self.type]}.")
-        raise UsageError(
-            f"{place} is of type {self.type[:40]!r}; it must be one of {', '.join(REQUIRED_FIELDS)}, reasoning."
-        )
+        raise UsageError(f"{place} is a {self.type} with a missing field; it needs {REQUIRED_FIELDS[self.type]}.")
+
+    @staticmethod
+    def _call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": "", "tool_calls": [tool_call(call_id, name, arguments)]}
 
 
 REQUIRED_FIELDS = {
     "message": "role and content",
     "function_call": "call_id, name and arguments",
     "function_call_output": "call_id and output",
+    "custom_tool_call": "call_id, name and input",
+    "custom_tool_call_output": "call_id and output",
 }
 
 
 def template_messages(items: str | Sequence[Item]) -> Messages:
     """Return the input as messages for chat templates.
 
-    Consecutive reasoning, text and calls of the assistant, in this order, become one message.
+    Consecutive reasoning, text and calls of the assistant, in this order, become one message. Unknown items are
+    skipped.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}] if items else []
     messages: Messages = []
     for number, item in enumerate(items):
+        if not item.known:
+            continue
         message = item.to_template(f"input.{number}")
         last: dict[str, Any] = messages[-1] if messages else {"role": None}
         if message["role"] != "assistant" or last["role"] != "assistant":
@@ -200,6 +231,47 @@ def template_messages(items: str | Sequence[Item]) -> Messages:
     return messages
 
 
+class OfferedTool(NamedTuple):
+    """A tool that the model may call.
+
+    Attributes:
+        name: Name by which the model calls it, which begins with the namespace.
+        template: The tool as chat templates take it.
+        is_text: Whether it is a custom tool, whose input is a text.
+        call: Fields that identify it in calls.
+    """
+
+    name: str
+    template: dict[str, Any]
+    is_text: bool
+    call: dict[str, Any]
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+
+
+def _offer(tool: dict[str, Any], namespace: str | None = None) -> list[OfferedTool]:
+    """Return the tools that a tool of a request stands for, or none if only OpenAI's servers can run it."""
+    kind, name = tool.get("type"), tool.get("name")
+    if kind not in ("function", "custom", "namespace"):
+        return []
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"tools holds {str(tool)[:80]}; every {kind} needs a name.")
+    if kind == "namespace":
+        inner = tool.get("tools")
+        if namespace is not None or not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+            raise UsageError(f"tools holds the namespace {name} without a list of tools; give its functions.")
+        return [offered for one in inner for offered in _offer(one, name)]
+    full, call = _full_name(namespace, name), {"name": name} | ({"namespace": namespace} if namespace else {})
+    if kind == "custom":
+        return [OfferedTool(full, text_tool(full, tool.get("description"), tool.get("format")), True, call)]
+    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise UsageError(f"tools holds parameters of {name} that are not the JSON schema of an object; give one.")
+    return [OfferedTool(full, function_tool(full, tool.get("description"), parameters), False, call)]
+
+
 class ResponsesToolChoice(Schema):
     """A choice of tools. The type `allowed_tools` restricts it to some of the tools."""
 
@@ -211,7 +283,13 @@ class ResponsesToolChoice(Schema):
     @property
     def echo(self) -> dict[str, Any]:
         """The choice as responses repeat it."""
-        return self.model_dump(include={"type", "name"} if self.type == "function" else {"type", "mode", "tools"})
+        named = self.type in ("function", "custom")
+        return self.model_dump(include={"type", "name"} if named else {"type", "mode", "tools"})
+
+    def allows(self, tool: OfferedTool) -> bool:
+        """Return whether a choice of the type `allowed_tools` has a tool or its namespace."""
+        names = (tool.name, tool.call["name"], tool.call.get("namespace"))
+        return any(allowed.get("name") in names for allowed in self.tools if allowed.get("name"))
 
 
 class TextFormat(Schema):
@@ -262,26 +340,14 @@ class ResponsesRequest(GenerationSchema):
     def format(self) -> TextFormat:
         return self.text.format or TextFormat(type="text")
 
-    @property
-    def functions(self) -> list[dict[str, Any]]:
-        """The function tools, as responses repeat them.
+    @cached_property
+    def offered(self) -> list[OfferedTool]:
+        """The tools that the model may call."""
+        return [offered for tool in self.tools or () for offered in _offer(tool)]
 
-        Other tools are left out: OpenAI's servers run them, or their calls have a format that chat templates lack.
-        """
-        functions = []
-        for tool in self.tools or ():
-            if tool.get("type") != "function":
-                continue
-            name, parameters = tool.get("name"), tool.get("parameters") or {"type": "object", "properties": {}}
-            if not isinstance(name, str) or not name:
-                raise UsageError(f"tools holds {str(tool)[:80]}; every function needs a name.")
-            if not isinstance(parameters, dict):
-                raise UsageError(
-                    f"tools holds parameters of {name} that are not the JSON schema of an object; give one."
-                )
-            function = function_tool(name, tool.get("description"), parameters)["function"]
-            functions.append({"type": "function", **function, "strict": tool.get("strict") is True})
-        return functions
+    @property
+    def num_skipped_tools(self) -> int:
+        return sum(not _offer(tool) for tool in self.tools or ())
 
     def to_request(self, messages: Messages, default_temperature: float) -> GenerationRequest:
         """Convert the request.
@@ -299,11 +365,11 @@ class ResponsesRequest(GenerationSchema):
         if not messages:
             raise UsageError("input is empty; give a text, or a list of items.")
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        choice, functions = self._choose_tools()
+        choice, tools = self._choose_tools()
         return GenerationRequest(
             prompt=Chat(
                 messages=[*instructions, *messages],
-                tools=tuple(function_tool(tool["name"], tool["description"], tool["parameters"]) for tool in functions),
+                tools=tuple(tool.template for tool in tools),
                 tool_choice=choice,
                 parallel_tool_calls=self.parallel_tool_calls is not False,
                 template=template_variables(self.reasoning.effort, self.chat_template_kwargs),
@@ -312,21 +378,20 @@ class ResponsesRequest(GenerationSchema):
                 default_temperature, grammar=format_grammar("text.format", self.format.type, self.format.schema_)
             ),
             max_tokens=self.max_output_tokens,
-            max_tokens_name="max_output_tokens",
             speculation=self.speculation,
         )
 
-    def _choose_tools(self) -> tuple[ToolChoice, list[dict[str, Any]]]:
+    def _choose_tools(self) -> tuple[ToolChoice, list[OfferedTool]]:
         """Return the tool choice and the tools to choose from."""
-        choice, functions = self.tool_choice or "auto", self.functions
+        choice = self.tool_choice or "auto"
         if isinstance(choice, str):
-            return ToolChoice(choice), functions
-        if choice.type == "function":
-            return ToolChoice("required", choice.name or ""), functions
+            return ToolChoice(choice), self.offered
+        if choice.type in ("function", "custom"):
+            names = (tool.name for tool in self.offered if choice.name in (tool.name, tool.call["name"]))
+            return ToolChoice("required", next(names, choice.name or "")), self.offered
         if choice.type != "allowed_tools":
             raise UsageError(f"tool_choice is of type {choice.type[:40]!r}; give a function, auto or required.")
-        allowed = [tool.get("name") for tool in choice.tools if tool.get("type") == "function"]
-        return ToolChoice(choice.mode), [tool for tool in functions if tool["name"] in allowed]
+        return ToolChoice(choice.mode), [tool for tool in self.offered if choice.allows(tool)]
 
 
 class ResponsesResponse(NamedEventsResponse):
@@ -355,6 +420,7 @@ class ResponsesResponse(NamedEventsResponse):
         self._items = list[dict[str, Any]]()
         self._open = False  # whether the last item may still grow
         choice = body.tool_choice
+        self._tools = {tool.name: tool for tool in body.offered}
         self._echo = {
             "id": self.id,
             "object": "response",
@@ -369,7 +435,7 @@ class ResponsesResponse(NamedEventsResponse):
             "store": body.store is not False,
             "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice.echo if isinstance(choice, ResponsesToolChoice) else choice or "auto",
-            "tools": body.functions,
+            "tools": [_tool_echo(tool) for tool in body.tools or () if _offer(tool)],
         }
 
     def body(self) -> dict[str, Any]:
@@ -394,10 +460,15 @@ class ResponsesResponse(NamedEventsResponse):
         if isinstance(event, Started):
             return [self._response("created"), self._response("in_progress")]
         if isinstance(event, ToolCall):
-            call = {"call_id": event.id, "name": event.name, "arguments": ""}
-            events = self._begin("function_call", "fc", call)
-            self._items[-1]["arguments"] = event.arguments
-            return [*events, self._event("function_call_arguments.delta", delta=event.arguments), *self._close()]
+            tool = self._tools.get(event.name)
+            kind, field, text = "function_call", "arguments", event.arguments
+            if tool is not None and tool.is_text:
+                kind, field, text = "custom_tool_call", "input", tool_text(event.arguments)
+            call = tool.call if tool else {"name": event.name}
+            prefix = "ctc" if field == "input" else "fc"
+            events = self._begin(kind, prefix, {"call_id": event.id, **call, field: ""})
+            self._items[-1][field] = text
+            return [*events, self._event(f"{CALL_EVENTS[kind]}.delta", delta=text), *self._close()]
         if isinstance(event, Finished):
             return self._finish(event)
         if not event.text:
@@ -442,8 +513,9 @@ class ResponsesResponse(NamedEventsResponse):
             return []
         self._open, item = False, self._items[-1]
         item["status"] = status
-        if item["type"] == "function_call":
-            done = [self._event("function_call_arguments.done", arguments=item["arguments"])]
+        if item["type"] in CALL_EVENTS:
+            field = "input" if "input" in item else "arguments"
+            done = [self._event(f"{CALL_EVENTS[item['type']]}.done", **{field: item[field]})]
         else:
             done = [self._text_event("done", text=item["content"][0]["text"]), self._part_event("done")]
         return [*done, self._item_event("done")]
@@ -472,6 +544,15 @@ class ResponsesResponse(NamedEventsResponse):
     def _numbered(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence_number += 1
         return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
+
+
+def _tool_echo(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as responses repeat it."""
+    if tool["type"] != "function":
+        return tool
+    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+    function = function_tool(tool["name"], tool.get("description"), parameters)["function"]
+    return {"type": "function", **function, "strict": tool.get("strict") is True}
 
 
 def _usage(end: Finished) -> dict[str, Any]:

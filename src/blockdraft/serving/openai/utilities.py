@@ -26,6 +26,8 @@ class TokenizeRequest(Schema):
     add_special_tokens: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class DetokenizeRequest(Schema):
@@ -44,7 +46,14 @@ def router(service: Service) -> APIRouter:
             ids = encode_plain(target, body.prompt, body.add_special_tokens)
         else:
             messages, tools = template_messages(body.messages or []), template_tools(body.tools)
-            ids = encode_messages(target, Chat(messages, tools, template=body.chat_template_kwargs or {}))
+            chat = Chat(
+                messages,
+                tools,
+                template=body.chat_template_kwargs or {},
+                continue_final_message=body.continue_final_message,
+                add_generation_prompt=body.add_generation_prompt,
+            )
+            ids = encode_messages(target, chat)
         texts = [service.token_texts.text(token) for token in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": texts}
 

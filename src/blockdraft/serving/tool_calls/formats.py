@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from json import JSONDecoder
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
-from blockdraft.serving.tool_calls.schema_types import ALL_TYPES, Schema, allowed_types, listed_values, types_of_value
+from transformers import PreTrainedTokenizerBase
 
-Tools: TypeAlias = Mapping[str, Schema]  # JSON schemas of the tools' arguments, by the tools' names
+from blockdraft.errors import UsageError
+from blockdraft.serving.json_schemas import (
+    ALL_TYPES,
+    Schema,
+    Tools,
+    allowed_types,
+    close,
+    listed_values,
+    types_of_value,
+)
+
 # JSON as chat templates write it, since models have learned that. With unbounded whitespace, a weak model could write
 # spaces forever. "lenient" ignores keywords that no grammar expresses, since others often wrote the schemas of tools.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
-# With one of these keys, a schema may allow more than its `properties`.
-OPEN_KEYS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 MAX_WORD = 12  # characters of an incomplete JSON token other than a string, such as -Infinity
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-LLAMA3_BEFORE = re.compile(r"[\s;]*")
-LLAMA3_LINE = re.compile(r"\n[\s;]*")  # takes all empty lines at once, so that thousands cost no more than one
-LLAMA3_KEYS = ('"name"', '"type"', '"parameters"', '"arguments"')
+CALL_KEYS = {"name", "type", "id", "function", "parameters", "arguments"}
+JSON_LINE = re.compile(r"^[\s;]*", re.MULTILINE)  # takes all empty lines at once
+JSON_GAP = re.compile(r"[\s;,]*")
+# What models write around calls, and how it ends.
+JSON_WRAPPERS = {"```": "```", "<tools>": "</tools>", "<|python_tag|>": ""}
+FENCE = re.compile(r"```[\w+-]*[ \t]*\r?")  # without its line break
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER = "<parameter="
@@ -39,15 +50,15 @@ class Call(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The start of a text: a call, or plain text.
+    """The start of a text: calls, or plain text.
 
     Attributes:
         length: Its characters, at least one. Plain text ends before the next possible call.
-        call: The call; None for plain text.
+        calls: The calls; none for plain text.
     """
 
     length: int
-    call: Call | None = None
+    calls: tuple[Call, ...] = ()
 
 
 class Format(Protocol):
@@ -111,10 +122,10 @@ def _json_expression(schema: Any) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": COMPACT} if isinstance(schema, dict) else schema)
 
 
-def _closed(schema: Schema) -> Schema:
-    """Forbid arguments that a tool's schema does not name, unless it has one of `OPEN_KEYS`."""
-    schema = {"type": "object", "properties": {}, **schema}
-    return schema if OPEN_KEYS & set(schema) else {**schema, "additionalProperties": False}
+def _object_schema(schema: Schema) -> Schema:
+    """Return the schema of a tool's arguments, an object without other arguments than the named ones."""
+    closed: Schema = close({"type": "object", "properties": {}, **schema})
+    return closed
 
 
 def _refuse_constant(constant: str) -> Any:
@@ -166,17 +177,22 @@ def _encode(value: Any) -> str:
     return text
 
 
-def _json_call(value: dict[str, Any], needs_arguments: bool) -> Call:
+def _json_call(value: dict[str, Any], marked: bool) -> Call:
     """Return the call that a decoded object stands for, or raise an InvalidCall.
 
     The arguments are an object or JSON text under "arguments" or "parameters". Some models write the call inside of
-    "function". An object with other keys instead is no call, since its arguments would be lost.
+    "function", or the name in it. An object with other keys instead is no call, since its arguments would be lost.
+    Without a marker before it, an object with any other key is none, such as the definition of a tool.
     """
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name, key = value.get("name"), next((key for key in ("arguments", "parameters") if key in value), None)
-    unknown = key is None and (needs_arguments or set(value) - {"name", "type", "id"})
-    if unknown or not isinstance(name, str) or not name:
+    if name is None and key is not None:
+        name = value.get("function")
+    others = set(value) - CALL_KEYS
+    if (others and (key is None or not marked)) or (key is None and not marked):
+        raise InvalidCall("no call")
+    if not isinstance(name, str) or not name:
         raise InvalidCall("no call")
     arguments = value[key] if key is not None and value[key] not in (None, "") else {}
     if isinstance(arguments, str):
@@ -186,14 +202,16 @@ def _json_call(value: dict[str, Any], needs_arguments: bool) -> Call:
     return Call(name, _encode(arguments))
 
 
-def _end_of_call(text: str, end: int, call: Call, final: bool) -> Match | None:
-    """Return a call that ends at an index or, if it follows, behind the marker `TOOL_CALL_END`."""
+def _end_of_calls(
+    text: str, end: int, calls: tuple[Call, ...], final: bool, marker: str = TOOL_CALL_END
+) -> Match | None:
+    """Return calls that end at an index or, if it follows, behind a marker."""
     rest = text[end:].lstrip()
-    if rest.startswith(TOOL_CALL_END):
-        return Match(len(text) - len(rest) + len(TOOL_CALL_END), call)
-    if TOOL_CALL_END.startswith(rest):
-        return Match(len(text), call) if final else None
-    return Match(end, call)  # some models forget the marker
+    if rest.startswith(marker):
+        return Match(len(text) - len(rest) + len(marker), calls)
+    if marker.startswith(rest):
+        return Match(len(text), calls) if final else None
+    return Match(end, calls)  # some models forget the marker
 
 
 class Hermes:
@@ -215,51 +233,101 @@ class Hermes:
             decoded = _decode_object(text, len(text) - len(text[len(TOOL_CALL) :].lstrip()))
             if decoded is None:
                 return no_call if final else None
-            call = _json_call(decoded[0], needs_arguments=False)
+            call = _json_call(decoded[0], marked=True)
         except InvalidCall:
             return no_call
-        return _end_of_call(text, decoded[1], call, final)
+        return _end_of_calls(text, decoded[1], (call,), final)
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         start = literal(f'{TOOL_CALL}\n{{"name": {json.dumps(name)}, "arguments": ', added)
-        return " ".join([start, _json_expression(_closed(schema)), literal("}\n" + TOOL_CALL_END, added)])
+        return " ".join([start, _json_expression(_object_schema(schema)), literal("}\n" + TOOL_CALL_END, added)])
 
 
-class Llama3:
-    """`{"name": ..., "parameters": {...}}` without markers, of Llama 3.1 to 3.3; `;` separates several.
+class PlainJson:
+    """`{"name": ..., "parameters": {...}}` without markers, of Llama 3.1 to 3.3.
 
-    Only an object at the beginning of a line that names one of the request's tools is a call.
+    Small models of other families write it too, with "arguments", in a fence or as a list. Only objects at the
+    beginning of a line that name one of the request's tools are calls.
+
+    Args:
+        arguments: Key of the arguments in forced calls.
     """
 
-    separator, marked, rules = "; ", False, ""
+    marked, rules = False, ""
+
+    def __init__(self, arguments: str, separator: str) -> None:
+        self._arguments, self.separator = arguments, separator
 
     def fits(self, template: str) -> bool:
         return "<|python_tag|>" in template or '{"name": function name, "parameters":' in template
 
     def find(self, text: str, at_line_start: bool) -> int:
-        if at_line_start and LLAMA3_BEFORE.sub("", text, count=1)[:1] in ("", "{"):
-            return 0
-        lines = (line for line in LLAMA3_LINE.finditer(text) if text[line.end() : line.end() + 1] in ("", "{"))
-        return next((line.start() + 1 for line in lines), len(text))
+        for line in JSON_LINE.finditer(text, 0 if at_line_start else 1):
+            opening = text[line.end() : line.end() + 1]
+            if opening in ("", "{", "[", "`"):
+                return line.start()
+            if opening == "<":  # a marker of another format may begin here
+                return line.end()
+        return len(text)
 
     def match(self, text: str, tools: Tools, final: bool) -> Match | None:
-        start = len(text) - len(LLAMA3_BEFORE.sub("", text, count=1))
-        first_key = text[start + 1 :].lstrip()
+        start = next(JSON_LINE.finditer(text)).end()
         no_call = Match(min(start + 1, len(text)))
-        if not any(first_key.startswith(key) or key.startswith(first_key) for key in LLAMA3_KEYS):
+        undecided = no_call if final else None
+        wrapper = next((wrapper for wrapper in JSON_WRAPPERS if text.startswith(wrapper, start)), None)
+        index = start + len(wrapper or "")
+        if wrapper is None and any(other.startswith(text[start:]) for other in JSON_WRAPPERS):
+            return undecided
+        if wrapper == "```":
+            index = FENCE.match(text, start).end()  # type: ignore[union-attr]
+            if index == len(text):
+                return undecided
+            if text[index] != "\n":
+                return no_call
+        index = _skip_space(text, index)
+        in_list = text.startswith("[", index)
+        index = _skip_space(text, index + in_list)
+        calls, end = list[Call](), 0
+        while text.startswith("{", index) and _may_be_call(text, index):
+            try:
+                decoded = _decode_object(text, index)
+                call = None if decoded is None else _json_call(decoded[0], marked=False)
+            except InvalidCall:
+                break
+            if decoded is None or call is None:
+                if not final:
+                    return None
+                break
+            if call.name not in tools:
+                break
+            calls.append(call)
+            end = decoded[1]
+            if wrapper is None and not in_list:
+                return _end_of_calls(text, end, tuple(calls), final)
+            gap = JSON_GAP.match(text, end)
+            index = gap.end() if gap else end
+        if index == len(text) and not final:
+            return None
+        if not calls:
             return no_call
-        try:
-            decoded = _decode_object(text, start)
-            if decoded is None:
-                return no_call if final else None
-            call = _json_call(decoded[0], needs_arguments=True)
-        except InvalidCall:
-            return no_call
-        return Match(decoded[1], call) if call.name in tools else no_call
+        if in_list and text.startswith("]", _skip_space(text, end)):
+            end = _skip_space(text, end) + 1
+        return _end_of_calls(text, end, tuple(calls), final, JSON_WRAPPERS[wrapper] if wrapper else TOOL_CALL_END)
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
-        start = literal(f'{{"name": {json.dumps(name)}, "parameters": ', added)
-        return " ".join([start, _json_expression(_closed(schema)), literal("}", added)])
+        start = literal(f'{{"name": {json.dumps(name)}, "{self._arguments}": ', added)
+        return " ".join([start, _json_expression(_object_schema(schema)), literal("}", added)])
+
+
+def _skip_space(text: str, index: int) -> int:
+    """Return the index of the first character from an index on that is not whitespace."""
+    return len(text) - len(text[index:].lstrip())
+
+
+def _may_be_call(text: str, index: int) -> bool:
+    """Return whether the first key of the object at an index may be that of a call."""
+    first_key = text[index + 1 :].lstrip()
+    return any(first_key.startswith(f'"{key}"') or f'"{key}"'.startswith(first_key) for key in CALL_KEYS)
 
 
 class Qwen3Coder:
@@ -293,11 +361,11 @@ class Qwen3Coder:
                 marker.startswith(text[index:]) for marker in (PARAMETER, FUNCTION_END)
             )
             return None if incomplete and not final else no_call
-        call, index = Call(head[1], _encode(values)), index + len(FUNCTION_END)
-        return _end_of_call(text, index, call, final) if marker == TOOL_CALL else Match(index, call)
+        calls, index = (Call(head[1], _encode(values)),), index + len(FUNCTION_END)
+        return _end_of_calls(text, index, calls, final) if marker == TOOL_CALL else Match(index, calls)
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
-        schema = _closed(schema)
+        schema = _object_schema(schema)
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = [literal(f"{TOOL_CALL}\n{FUNCTION}{name}>\n", added)]
         for key, inner in schema["properties"].items():
@@ -351,5 +419,43 @@ def _bare_text(value: Any) -> str:
     return value if isinstance(value, str) else _encode(value)
 
 
-# All formats, by their names in error messages.
-FORMATS: dict[str, Format] = {"hermes": Hermes(), "llama3": Llama3(), "qwen3_coder": Qwen3Coder()}
+# Models also write calls in formats that their templates do not ask for, so outputs are searched for all of them.
+FORMATS: tuple[Format, ...] = (Hermes(), Qwen3Coder(), PlainJson("parameters", "; "))
+THINK, THINK_END = "<think>", "</think>"
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the chat template, of several the one for tools, or "" without one."""
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default") or ""
+    return str(template)
+
+
+def format_of(tokenizer: PreTrainedTokenizerBase) -> Format:
+    """Return the format in which the template asks for tool calls. One that is unknown is taken for plain JSON.
+
+    Raises:
+        UsageError: The template takes no tools.
+    """
+    template = template_of(tokenizer)
+    if "tools" not in template:
+        raise UsageError(
+            "tools is given, and the model's chat template takes no tools; leave tools out, or serve another model."
+        )
+    return next((form for form in FORMATS if form.fits(template)), PlainJson("arguments", "\n"))
+
+
+def allows_parallel_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the template accepts a message with several calls, which templates of Llama 3 refuse."""
+    return "single tool-call" not in template_of(tokenizer)
+
+
+def may_reason(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the output may begin with reasoning."""
+    return THINK_END in template_of(tokenizer)
+
+
+def is_reasoning(prompt_text: str) -> bool:
+    """Return whether the reasoning begins at the end of the prompt."""
+    return prompt_text.rstrip().endswith(THINK)

@@ -10,16 +10,18 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.engine.grammar import JSON_STYLE, compile_schema
 from blockdraft.errors import UsageError
+from blockdraft.serving.json_schemas import tool_schemas
 from blockdraft.serving.request import Chat
-from blockdraft.serving.tool_calls.formats import literal
-from blockdraft.serving.tool_calls.template import (
+from blockdraft.serving.tool_calls.formats import (
     THINK,
     THINK_END,
+    TOOL_CALL,
+    TOOL_CALL_END,
     allows_parallel_calls,
     format_of,
     is_reasoning,
+    literal,
     may_reason,
-    tool_schemas,
 )
 from blockdraft.types import Grammar
 
@@ -29,8 +31,9 @@ def grammar_of(
 ) -> Grammar | None:
     """Return the grammar for output that must call a tool or whose text must be JSON, or None for free output.
 
-    The output may begin with reasoning if the template knows it. A named tool is called once. Otherwise any tool is
-    called, once or, with parallel calls, several times. If no call is required, the output is either calls or content.
+    The output may begin with reasoning if the template knows it. A required call is of the named tool or of any. After
+    it, with parallel calls, the model decides: more calls, text, or the end. Otherwise nothing follows. If no call is
+    required, the output is either calls or content.
 
     Args:
         prompt_text: The rendered chat, at whose end the reasoning may begin.
@@ -63,7 +66,13 @@ def grammar_of(
                 'out one of them, or set tool_choice to "required" or "none".'
             )
         parallel = chat.parallel_tool_calls and allows_parallel_calls(tokenizer) and name is None
-        outputs.append(f"call ({literal(form.separator, added)} call)*" if parallel else "call")
+        if parallel and required:
+            marks = [marker for marker in (TOOL_CALL, TOOL_CALL_END) if marker in added]
+            more = f" (({' | '.join(marks)}) text)*" if marks else ""
+            outputs.append(f"call text{more}")
+            rules.append("text: /(?s:.*)/")
+        else:
+            outputs.append(f"call ({literal(form.separator, added)} call)*" if parallel else "call")
         calls = [form.grammar(tool, schema, added) for tool, schema in tools.items() if name in (None, tool)]
         rules += [f"call: {' | '.join(calls)}", form.rules]
     if content is not None and not required:

@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.serving.json_schemas import Tools, tool_schemas
 from blockdraft.serving.request import Chat, TextDelta, ToolCall
-from blockdraft.serving.tool_calls.formats import Format, Tools, find_marker
-from blockdraft.serving.tool_calls.template import (
+from blockdraft.serving.tool_calls.formats import (
+    FORMATS,
     THINK,
     THINK_END,
+    Format,
     allows_parallel_calls,
+    find_marker,
     format_of,
     is_reasoning,
     may_reason,
-    tool_schemas,
 )
 
 Part: TypeAlias = "TextDelta | ToolCall"
 
 
-def parser_of(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt_text: str = "") -> OutputParser:
-    """Return the parser for the output of one choice, in the format of the chat template.
+def parser_of(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt_text: str = "", json_content: bool = False
+) -> OutputParser:
+    """Return the parser for the output of one choice.
 
     Without tools, or if `tool_choice` forbids calls, calls remain text.
 
     Args:
         prompt_text: The rendered chat, at whose end the reasoning may begin.
+        json_content: Whether text must be JSON, so that only marked calls can be told from it.
 
     Raises:
-        UsageError: The template has no known format of calls, or a tool is malformed.
+        UsageError: The template takes no tools, or a tool is malformed.
     """
-    tools = tool_schemas(chat.tools)
+    tools, formats = tool_schemas(chat.tools), tuple[Format, ...]()
+    if tools and chat.tool_choice.mode != "none":
+        own = format_of(tokenizer)
+        formats = tuple(form for form in FORMATS if form.marked or not (own.marked and json_content))
     return OutputParser(
-        format_of(tokenizer) if tools and chat.tool_choice.mode != "none" else None,
+        formats,
         tools,
         may_reason=may_reason(tokenizer),
         reasoning=is_reasoning(prompt_text),
-        parallel=chat.parallel_tool_calls and allows_parallel_calls(tokenizer),
+        parallel=chat.parallel_tool_calls and allows_parallel_calls(tokenizer) and chat.tool_choice.name is None,
     )
 
 
@@ -50,7 +59,7 @@ class OutputParser:
     is text. Whitespace around reasoning and calls is dropped.
 
     Args:
-        form: Format of the calls; None leaves them in the text.
+        formats: Formats of calls; without any, calls stay in the text.
         tools: Schemas of the tools' arguments, by name.
         may_reason: Whether the output may begin with reasoning.
         reasoning: Whether the reasoning has begun in the prompt.
@@ -58,9 +67,9 @@ class OutputParser:
     """
 
     def __init__(
-        self, form: Format | None, tools: Tools, may_reason: bool, reasoning: bool, parallel: bool = True
+        self, formats: Sequence[Format], tools: Tools, may_reason: bool, reasoning: bool, parallel: bool = True
     ) -> None:
-        self._format, self._tools, self._parallel = form, tools, parallel
+        self._formats, self._tools, self._parallel = formats, tools, parallel
         self._stage = "reasoning" if reasoning else "start" if may_reason else "output"
         self._buffer = ""
         self._reasoning, self._output = _Trimmer(leading=True), _Trimmer(leading=False)
@@ -81,8 +90,14 @@ class OutputParser:
         self._buffer += text
         return self._parse(final=False)
 
-    def finish(self) -> list[Part]:
-        """Return the remaining parts once no more text will come."""
+    def finish(self, cut: bool = False) -> list[Part]:
+        """Return the remaining parts once no more text will come.
+
+        Args:
+            cut: Whether the model would have gone on. An unfinished call after others is then dropped.
+        """
+        if cut and self.called:
+            self._buffer = ""
         parts = self._parse(final=True)
         if whitespace := self._output.whitespace:
             parts.append(TextDelta(whitespace))
@@ -112,21 +127,25 @@ class OutputParser:
 
     def _parse_output(self, final: bool) -> list[Part]:
         parts: list[Part] = []
-        if self._format is None:
-            text, self._buffer = self._buffer, ""
-            return self._text(text)
         while self._buffer and not self.ended:
-            start = self._format.find(self._buffer, self._output.at_line_start)
+            at_line_start = self._output.at_line_start
+            starts = [form.find(self._buffer, at_line_start) for form in self._formats]
+            start = min(starts, default=len(self._buffer))
             parts += self._text(self._buffer[:start])
             self._buffer = self._buffer[start:]
-            match = self._format.match(self._buffer, self._tools, final) if self._buffer else None
-            if match is None:
+            if not self._buffer:
                 break
-            if match.call is None:
+            candidates = [form for form, index in zip(self._formats, starts, strict=True) if index == start]
+            matches = [form.match(self._buffer, self._tools, final) for form in candidates]
+            match = next((match for match in matches if match and match.calls), None)
+            if match is None:
+                if None in matches:
+                    break
+                match = min(filter(None, matches))
                 parts += self._text(self._buffer[: match.length])
-            else:
+            for call in match.calls[: None if self._parallel else 1]:
                 call_id = f"call_{uuid.uuid4().hex[:24]}"
-                parts.append(ToolCall(self._num_calls, call_id, match.call.name, match.call.arguments))
+                parts.append(ToolCall(self._num_calls, call_id, call.name, call.arguments))
                 self._num_calls += 1
                 self._output = _Trimmer(leading=True)
             self._buffer = self._buffer[match.length :]
