@@ -69,7 +69,6 @@ class InfillRequest(GenerationSchema):
             self.to_sampling_params(0.0),
             # The engine generates at least one token. Editors send 0 to have their files read in advance.
             max_tokens=None if self.n_predict < 0 else max(1, self.n_predict),
-            max_tokens_name="n_predict",
             speculation=self.speculation,
         )
 

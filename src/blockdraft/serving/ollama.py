@@ -205,7 +205,6 @@ class OllamaSchema(Schema):
             prompt,
             sampling.to_sampling_params(temperature, grammar=grammar),
             max_tokens=None if limit is None or limit < 0 else max(1, limit),
-            max_tokens_name="num_predict",
         )
 
     def _variables(self) -> dict[str, Any]:
