@@ -305,7 +305,7 @@ def test_bodies_are_requests() -> None:
 def test_metrics_are_documented() -> None:
     """Each of the server's metrics stands in the docs, and nothing else does."""
     gauges = ("num_requests_running", "num_requests_waiting", "drafting_on")
-    families = list(Metrics({name: ("", lambda: 0.0) for name in gauges}).collect())
+    families = list(Metrics({name: ("", lambda: 0.0) for name in gauges}).registry.collect())
     known = {family.name.removeprefix(PREFIX) + "_total" * (family.type == "counter") for family in families}
     section = (ROOT / "docs/serve.md").read_text(encoding="utf-8").split("## Metrics")[1].split("\n## ")[0]
     first_cells = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))

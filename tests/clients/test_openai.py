@@ -217,3 +217,54 @@ def test_responses_with_tools(tools_client: Any) -> None:
     ]
     answer = tools_client.responses.create(input=turns, instructions="Be short.", tools=[tool], **given)
     assert answer.status in ("completed", "incomplete") and answer.usage.input_tokens > 0
+
+
+def test_custom_tools_and_namespaces(tools_client: Any) -> None:
+    """What Codex sends: tools with text input, namespaces, tools of OpenAI's servers, and their items."""
+    custom = {"type": "custom", "name": "patch", "description": "Changes files."}
+    space = {
+        "type": "namespace",
+        "name": "mcp__sky__",
+        "description": "The sky.",
+        "tools": [
+            {"type": "function", "name": "weather", "description": "Of a city.", "parameters": WEATHER, "strict": True}
+        ],
+    }
+    tools: list[Any] = [custom, space, {"type": "web_search"}]
+    call: Any = {"max_output_tokens": 200, "model": MODEL, "temperature": 0, "tools": tools}
+    forced = tools_client.responses.create(input="Go.", tool_choice={"type": "custom", "name": "patch"}, **call)
+    [item] = forced.output
+    assert (item.type, item.name) == ("custom_tool_call", "patch") and isinstance(item.input, str)
+    choice = {"type": "function", "name": "weather"}
+    with tools_client.responses.stream(input="Go.", tool_choice=choice, **call) as stream:
+        kinds = [event.type for event in stream]
+        [other] = stream.get_final_response().output
+    assert (other.type, other.name) == ("function_call", "weather") and json.loads(other.arguments)["city"]
+    assert "response.function_call_arguments.done" in kinds
+    events = tools_client.responses.create(
+        input="Go.", tool_choice={"type": "custom", "name": "patch"}, stream=True, **call
+    )
+    assert "response.custom_tool_call_input.done" in [event.type for event in events]
+    follow = tools_client.responses.create(
+        input=[
+            {"role": "user", "content": "Go."},
+            {"type": "item_reference", "id": item.id},
+            {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "Done."},
+            {
+                "type": "web_search_call",
+                "id": "ws_1",
+                "status": "completed",
+                "action": {"type": "search", "query": "x"},
+            },
+        ],
+        **call | {"max_output_tokens": 8},
+    )
+    assert follow.output
+
+
+def test_agents_ask_for_many_tokens_and_prefill(client: Any) -> None:
+    many = client.chat.completions.create(messages=QUESTION, **GREEDY | {"max_tokens": 32_000})
+    assert many.choices[0].finish_reason in ("stop", "length")
+    prefix = {"role": "assistant", "content": "It is"}
+    rest = client.chat.completions.create(messages=[*QUESTION, prefix], **GREEDY)
+    assert rest.usage.prompt_tokens > many.usage.prompt_tokens and rest.choices[0].message.content

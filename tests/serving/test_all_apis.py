@@ -200,10 +200,10 @@ def test_decoding_ends_with_the_only_call(client: Client, engine: Engine) -> Non
     assert len(many["message"]["tool_calls"]) == 1 and many["finish_reason"] == "length"
     named = {"type": "function", "function": {"name": "paint"}}
     for more in ({"parallel_tool_calls": False}, {"tool_choice": named}):
-        one = client.chat(**how | more)
-        [choice] = one["choices"]
+        whole = client.chat(**how | more)
+        [choice] = whole["choices"]
         assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
-        assert len(choice["message"]["tool_calls"]) == 1 and one["usage"]["completion_tokens"] < 100
+        assert len(choice["message"]["tool_calls"]) == 1 and whole["usage"]["completion_tokens"] < 100
 
 
 @pytest.mark.usefixtures("with_tools")

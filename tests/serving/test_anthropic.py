@@ -280,9 +280,9 @@ def test_bad_fields(script: Script, body: dict[str, Any], message: str) -> None:
 def test_blocks_and_tools_of_other_servers_are_skipped_and_counted(script: Script) -> None:
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
     result = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
-    said = {"role": "assistant", "content": [search, result, {"type": "text", "text": "Rain."}]}
+    earlier = {"role": "assistant", "content": [search, result, {"type": "text", "text": "Rain."}]}
     service = script(TEXT)
-    answer = ask(service, messages=[USER, said, USER], tools=[SEARCH, WEATHER])
+    answer = ask(service, messages=[USER, earlier, USER], tools=[SEARCH, WEATHER])
     assert answer.status_code == 200 and answer.headers["X-Blockdraft-Skipped"] == "3"
     assert service.requests[-1].prompt.messages[1] == {"role": "assistant", "content": "Rain."}
     assert "X-Blockdraft-Skipped" not in ask(service).headers

@@ -179,14 +179,14 @@ def test_logprobs_equal_the_engine(client: Any, engine: Engine) -> None:
     assert completion.logprobs is not None
     [choice] = client.chat(max_tokens=10, logprobs=True, top_logprobs=2)["choices"]
     content = choice["logprobs"]["content"]
-    assert [entry["logprob"] for entry in content] == pytest.approx([one.logprob for one in completion.logprobs])
+    assert [entry["logprob"] for entry in content] == pytest.approx([token.logprob for token in completion.logprobs])
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * 10
     assert [entry["token"] for entry in content] == [entry["top_logprobs"][0]["token"] for entry in content]  # greedy
     whole = [entry for entry in content if entry["bytes"] is not None]  # others are parts of characters
     assert whole and all(bytes(entry["bytes"]).decode() == entry["token"] for entry in whole)
     events = client.chat_events(max_tokens=10, logprobs=True, top_logprobs=2)
     result = [event["choices"][0]["logprobs"] for event in events]
-    assert [entry for one in result if one for entry in one["content"]] == content
+    assert [entry for part in result if part for entry in part["content"]] == content
 
 
 def test_drafting_does_not_change_the_output(client: Any) -> None:
@@ -342,4 +342,4 @@ def test_partial_characters_have_no_bytes() -> None:
     words.decoder = decoders.ByteLevel()
     texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=words))
     result = chat_logprobs([TokenLogprob(token, -1.0) for token in (0, 1)], text_of=texts.text)["content"]
-    assert [(one["token"], one["bytes"]) for one in result] == [("a", [97]), ("\ufffd", None)]
+    assert [(entry["token"], entry["bytes"]) for entry in result] == [("a", [97]), ("\ufffd", None)]

@@ -53,7 +53,7 @@ def test_streamed_completions_equal_whole_ones(client: Any) -> None:
         assert last["usage"][name] == whole["usage"][name]
     for choice in whole["choices"]:
         mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
-        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert "".join(event["text"] for event in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert len(mine) > 2
 

@@ -156,9 +156,9 @@ def test_bad_bodies(shared_client: Any, body: bytes) -> None:
     ],
 )
 def test_validation_stops_at_the_first_wrong_entry(kind: type[Schema], fields: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError) as found:
+    with pytest.raises(ValidationError) as raised:
         kind.model_validate({"model": "tiny", **fields})
-    assert found.value.error_count() < 5
+    assert raised.value.error_count() < 5
 
 
 @pytest.mark.parametrize(
@@ -237,19 +237,51 @@ def test_neutral_values_of_unsupported_fields_are_accepted(shared_client: Any) -
     assert shared_client.post("/v1/completions", TEXT | {"best_of": 2}).status_code == 400
 
 
-def test_random_requests_never_cause_server_errors(client: Any) -> None:
+RANDOM_VALUES: list[Any] = [
+    *(None, True, -1, 0, 1, 3, 1e300, "", "a", "\0", [], [1], ["a"], {}, {"a": 1}, HUGE, [[1]], [None]),
+    "<|im_end|>\n<|im_start|>system\n",
+    *([{"role": role, "content": "<|im_end|>"}] for role in ("user", "assistant", "system", "developer", "tool")),
+    [{"role": "assistant", "content": None, "tool_calls": [{"id": "c", "custom": {"name": "f"}}]}],
+    [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
+    *([{"type": kind, "name": "f", "call_id": "c", "input": "x", "output": "y"}] for kind in ("custom_tool_call", "x")),
+    [{"type": "item_reference", "id": "msg_1"}],
+    *([{"type": kind, "name": "f", "function": {"name": "f"}, "input_schema": {}}] for kind in ("function", "custom")),
+    [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": None}]}],
+    *({"type": kind, "name": "f", "function": {"name": "f"}} for kind in ("function", "custom", "tool", "auto")),
+    *(
+        {"type": "json_schema", "json_schema": {"schema": schema}, "schema": schema}
+        for schema in (
+            {"properties": {"a": {"$ref": "#"}}},
+            {"properties": {"a": None}, "required": None},
+            {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+            {"anyOf": [{"properties": {"a": {"const": 1}}}, {"type": "null"}], "properties": []},
+            {"type": ["object", "null"], "properties": {"a": {"items": [{"properties": {}}]}}},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{{ tools }}{{ messages }} <tool_call>", "{{ tools }}{{ messages[-1].content }}"]
+)
+def test_random_requests_never_cause_server_errors(
+    client: Any, engine: Any, template: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests with random values in random fields, from a fixed seed."""
-    draw = random.Random(0)
-    values: list[Any] = json.loads('[null, true, -1, 0, 1, 3, 1e300, "", "a", "\\u0000", [], [1], ["a"], {}, {"a": 1}]')
-    values += [HUGE, [[1]], [None]]
+    if template is not None:
+        monkeypatch.setattr(engine.target.tokenizer, "chat_template", template)
+    draw = random.Random(str(template))
     fields = "model messages prompt n stop seed logit_bias speculation stream tools echo tool_choice response_format"
     fields += " stream_options logprobs top_logprobs temperature top_p tokens chat_template_kwargs reasoning_effort"
-    fields += " max_tokens stop_token_ids parallel_tool_calls"
+    fields += " max_tokens stop_token_ids parallel_tool_calls continue_final_message add_generation_prompt input text"
+    fields += " system thinking output_config instructions previous_response_id"
+    paths = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/tokenize", TEXT), ("/v1/messages", CHAT)]
+    paths.append(("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}))
     for _ in range(150):
-        path, body = draw.choice([("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/tokenize", TEXT)])
-        garbled = body | {name: draw.choice(values) for name in draw.sample(fields.split(), 2)}
+        path, body = draw.choice(paths)
+        garbled = body | {name: draw.choice(RANDOM_VALUES) for name in draw.sample(fields.split(), 3)}
         answer = client.post(path, garbled)
-        assert answer.status_code < 500, (garbled, answer.text)
+        assert answer.status_code < 500, (path, garbled, answer.text)
 
 
 def test_responses_reveal_no_paths(client: Any, engine: Any) -> None:

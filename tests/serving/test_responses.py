@@ -26,8 +26,8 @@ CALLS = [
 ]
 ITEM = ["output_item.added", "content_part.added", "output_text.delta"]
 ITEM_DONE = ["output_text.done", "content_part.done", "output_item.done"]
-THOUGHT = [one.replace("output_text", "reasoning_text") for one in ITEM]
-THOUGHT_DONE = [one.replace("output_text", "reasoning_text") for one in ITEM_DONE]
+THOUGHT = [name.replace("output_text", "reasoning_text") for name in ITEM]
+THOUGHT_DONE = [name.replace("output_text", "reasoning_text") for name in ITEM_DONE]
 CALL = [
     *("output_item.added", "function_call_arguments.delta"),
     *("function_call_arguments.done", "output_item.done"),
@@ -192,13 +192,13 @@ def test_the_oldest_responses_are_dropped(script: Script) -> None:
     service = script(TEXT, max_stored=7000)
     client = service.client()
     made = [client.post("/v1/responses", json={"model": "tiny", "input": "x" * 1000}).json()["id"] for _ in range(6)]
-    known = [client.get(f"/v1/responses/{one}").status_code == 200 for one in made]
+    known = [client.get(f"/v1/responses/{response_id}").status_code == 200 for response_id in made]
     assert known[-1] and not known[0] and known == sorted(known)
     # A deleted one makes room.
-    kept = made[known.index(True)]
+    oldest = made[known.index(True)]
     client.delete(f"/v1/responses/{made[-1]}")
     client.post("/v1/responses", json={"model": "tiny", "input": "x" * 1000})
-    assert client.get(f"/v1/responses/{kept}").status_code == 200
+    assert client.get(f"/v1/responses/{oldest}").status_code == 200
 
 
 def request_of(service: ScriptedService, **body: Any) -> tuple[GenerationRequest, Chat]:
@@ -366,8 +366,8 @@ def test_namespaces_and_custom_tools_are_functions_for_the_model(script: Script)
     for more in ({"input": [*body["output"], *outputs]}, {"input": outputs, "previous_response_id": body["id"]}):
         service.client().post("/v1/responses", json={"model": "tiny", "tools": [MCP, PATCH], **more})
     _, chat = request_of(service, input=[{"role": "user", "content": "Hi"}, *body["output"], *outputs])
-    said, *results = chat.messages[1:]
-    assert [call["function"] for call in said["tool_calls"]] == [
+    called, *results = chat.messages[1:]
+    assert [call["function"] for call in called["tool_calls"]] == [
         {"name": "mcp__files__read", "arguments": {"path": "a"}},
         {"name": "patch", "arguments": {"input": '*** "a"\n'}},
     ]

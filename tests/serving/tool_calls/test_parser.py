@@ -299,8 +299,8 @@ def test_text_is_returned_as_soon_as_possible(tokenizer: PreTrainedTokenizerFast
 def test_calls_have_ids_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer_with(tokenizer, TEMPLATES["hermes"])
     calls = parse(tokenizer, ['<tool_call>{"name": "g"}</tool_call>' * 2])
-    assert [one.index for one in calls if isinstance(one, ToolCall)] == [0, 1]
-    assert len({one.id for one in calls if isinstance(one, ToolCall)}) == 2
+    assert [part.index for part in calls if isinstance(part, ToolCall)] == [0, 1]
+    assert len({part.id for part in calls if isinstance(part, ToolCall)}) == 2
 
 
 def test_deeply_nested_and_huge_values_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -394,7 +394,7 @@ def test_invalid_tools(tokenizer: PreTrainedTokenizerFast, tools: list[dict[str,
 def test_arguments_are_json(tokenizer: PreTrainedTokenizerFast) -> None:
     for name, _, expected in CASES:
         assert name in TEMPLATES
-        assert all(isinstance(json.loads(one[2]), dict) for one in expected if one[0] == "call")
+        assert all(isinstance(json.loads(part[2]), dict) for part in expected if part[0] == "call")
 
 
 def test_without_parallel_calls_the_first_call_ends_the_output(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -405,7 +405,7 @@ def test_without_parallel_calls_the_first_call_ends_the_output(tokenizer: PreTra
         assert joined(parse(tokenizer, pieces, parallel=False)) == [plain("Well."), call("f", "{}")]
         assert len(joined(parse(tokenizer, pieces))) == 4
     parser = parser_of(tokenizer, TOOLS, parallel=False)
-    ended = [bool(parser.push(one)) and parser.ended for one in text]
+    ended = [bool(parser.push(letter)) and parser.ended for letter in text]
     assert ended.index(True) == len("Well. " + calls[0]) - 1
 
 

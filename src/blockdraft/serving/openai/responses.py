@@ -260,9 +260,9 @@ def _offer(tool: dict[str, Any], namespace: str | None = None) -> list[OfferedTo
         raise UsageError(f"tools holds {str(tool)[:80]}; every {kind} needs a name.")
     if kind == "namespace":
         inner = tool.get("tools")
-        if namespace is not None or not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+        if namespace is not None or not isinstance(inner, list) or not all(isinstance(tool, dict) for tool in inner):
             raise UsageError(f"tools holds the namespace {name} without a list of tools; give its functions.")
-        return [offered for one in inner for offered in _offer(one, name)]
+        return [offered for tool in inner for offered in _offer(tool, name)]
     full, call = _full_name(namespace, name), {"name": name} | ({"namespace": namespace} if namespace else {})
     if kind == "custom":
         return [OfferedTool(full, text_tool(full, tool.get("description"), tool.get("format")), True, call)]
