@@ -43,6 +43,6 @@ class InfillLimits:
             self.ended = self.ended or time.monotonic() - self._began > self._max_seconds
         return [TextDelta(shown)] if shown else []
 
-    def finish(self) -> list[TextDelta]:
+    def finish(self, cut: bool = False) -> list[TextDelta]:
         held, self._held = self._held, ""
         return [TextDelta(held)] if held and not self.ended else []
