@@ -79,11 +79,11 @@ def test_a_request_of_llama_vim(coder_client: Client) -> None:
         stream=False,
         cache_prompt=True,
         t_max_prompt_ms=500,
-        t_max_predict_ms=1000,
+        t_max_predict_ms=60_000,
         response_fields=fields,
     )
     assert set(answer) == set(fields) - {"unknown"}
-    assert answer["timings/predicted_ms"] > 0 and answer["truncated"] is False
+    assert answer["timings/predicted_ms"] >= 0 and answer["truncated"] is False
 
 
 def test_reading_in_advance_generates_nothing(coder_client: Client, coder: Engine) -> None:
