@@ -75,6 +75,9 @@ NOT_RUN = {
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
     "stand-in for it",
     "blockdraft serve": SERVE,
+    "blockdraft serve --target qwen2.5-coder-1.5b --port 8012": SERVE,
+    "blockdraft serve --target qwen2.5-coder-1.5b --port 11434": SERVE,
+    "import ollama": "needs a running server; tests/clients has one",
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
     "blockdraft serve --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4": TWO_DEVICES,

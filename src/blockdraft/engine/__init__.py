@@ -3,6 +3,7 @@
 from blockdraft.engine.adaptive.costs import Costs
 from blockdraft.engine.conversation import ContextFull, Conversation, Turn, chat_engine
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.infill import ExtraFile, InfillTokens, infill_params, infill_prompt
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.stats import Stats, loops, mean_tau, merge
 
@@ -13,10 +14,14 @@ __all__ = [
     "Conversation",
     "Costs",
     "Engine",
+    "ExtraFile",
+    "InfillTokens",
     "Request",
     "Stats",
     "Turn",
     "chat_engine",
+    "infill_params",
+    "infill_prompt",
     "loops",
     "mean_tau",
     "merge",

@@ -16,6 +16,7 @@ from blockdraft.drafters import Drafter, load_drafter, slots_behind
 from blockdraft.engine.adaptive.costs import load_for, update
 from blockdraft.engine.adaptive.policy import controller
 from blockdraft.engine.grammar import AnswerGrammar
+from blockdraft.engine.infill import ExtraFile, infill_params, infill_prompt
 from blockdraft.engine.kv_slots import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
@@ -190,6 +191,22 @@ class Engine:
             for request in requests:
                 request.cancel()
             raise
+
+    def infill(
+        self, prefix: str, suffix: str, extra: Sequence[ExtraFile] = (), params: SamplingParams | None = None
+    ) -> Completion:
+        """Return the text between a prefix and a suffix. `infill_prompt` gives prompts for `submit` and `stream`.
+
+        Args:
+            extra: Parts of other files of the project, the most important last.
+
+        Raises:
+            UsageError, ClosedError: As in `submit`; or the target was not trained to fill in the middle.
+        """
+        tokenizer = self.target.tokenizer
+        params = infill_params(tokenizer, params or SamplingParams())
+        room = self.target.max_context - params.max_new_tokens
+        return self.generate([infill_prompt(tokenizer, prefix, suffix, extra, max_tokens=room)], params)[0]
 
     def stream(
         self,

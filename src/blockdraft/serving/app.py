@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.serving import anthropic, web
+from blockdraft.serving import anthropic, infill, ollama, web
 from blockdraft.serving.errors import ApiError, as_api_error
 from blockdraft.serving.openai import chat, completions, responses, utilities
 from blockdraft.serving.security import Guard, allowed_origins
@@ -62,7 +62,7 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
     app.add_exception_handler(ClientDisconnected, disconnected)
     for kind in (ApiError, BlockdraftError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, fail)
-    for api in (chat, completions, responses, anthropic, utilities):
+    for api in (chat, completions, responses, anthropic, infill, ollama, utilities):
         app.include_router(api.router(service))
     app.include_router(web.router())
     return app

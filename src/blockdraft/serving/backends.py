@@ -10,14 +10,15 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
+from gguf import LlamaFileType
 from safetensors import safe_open
 
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.evaluation.prompts import SAMPLES
 from blockdraft.formats.gguf import is_gguf, open_gguf
-from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY
+from blockdraft.targets import Target
 from blockdraft.types import JOINT, RequestDrafting, SamplingParams
 
 BUNDLED = "blockdraft-pair"  # the tiny pair
@@ -118,10 +119,22 @@ def weights_of(engine: Engine) -> tuple[int, int]:
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:  # the network drops its weights once its forward pass is compiled
                 drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    try:
-        return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
-    finally:
-        let_team_go()  # counting unpacks quantized weights, which starts a team of threads
+    file = engine.target.path
+    if file is not None and is_gguf(file):  # the weights themselves would have to be dequantized
+        return sum(math.prod(tensor.shape) for tensor in open_gguf(file).tensors.values()), drafter
+    return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
+
+
+def kind_of(target: Target) -> tuple[str, str]:
+    """Return the family of a target and the type of its weights, as Ollama names them."""
+    if target.path is not None and is_gguf(target.path):
+        metadata = open_gguf(target.path).metadata
+        try:
+            kind = LlamaFileType(metadata.get("general.file_type", -1)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        except ValueError:
+            kind = "unknown"
+        return str(metadata.get("general.architecture", "unknown")), kind
+    return str(target.architecture.get("model_type", "unknown")), str(target.dtype).removeprefix("torch.").upper()
 
 
 def count_differences(engine: Engine, count: int) -> int:

@@ -18,7 +18,7 @@ from blockdraft.settings import limit_of
 log = logging.getLogger(__name__)
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 ANTHROPIC_TYPES = {400: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"} | TYPES
 FIELD = re.compile(r"([a-z][\w.]*) (?:is|holds|names|for) ")
 MAX_SHOWN = 60  # characters of a refused value
@@ -52,6 +52,8 @@ class ApiError(Exception):
         if path.startswith(ANTHROPIC_PATH):
             kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else default)
             return {"type": "error", "error": {"type": kind, "message": self.message}}
+        if path.startswith(OLLAMA_PATH):
+            return {"error": self.message}
         kind = self.kind or TYPES.get(self.status, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

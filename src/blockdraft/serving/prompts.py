@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_rendered, render_chat
-from blockdraft.engine import Engine
+from blockdraft.engine import Engine, infill_params, infill_prompt
 from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
-from blockdraft.serving.request import Chat, GenerationRequest
+from blockdraft.serving.infill_limits import InfillLimits
+from blockdraft.serving.request import Chat, GenerationRequest, Infill
 from blockdraft.serving.schemas import NUM_SEEDS
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.tool_calls import OutputParser, grammar_of, parser_of
@@ -28,13 +29,13 @@ class Choice:
     """One choice of a request, ready for the engine.
 
     Attributes:
-        parser: Parses the output of a chat; None for plain text.
+        parser: Parses the output of a chat, or ends an infill early; None for plain text.
         clipped: Whether the context shortened the requested `max_tokens`.
     """
 
     prompt: list[int]
     params: SamplingParams
-    parser: OutputParser | None
+    parser: OutputParser | InfillLimits | None
     clipped: bool
 
     @property
@@ -59,6 +60,17 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
             text = THINK if last.rfind(THINK) > last.rfind(THINK_END) else THINK_END
         content = params.grammar
         params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, content))
+    elif isinstance(prompt, Infill):
+        room = context_of(engine) - min(request.max_tokens or 1, context_of(engine) // 2)
+        ids = infill_prompt(
+            tokenizer_of(engine.target),
+            prompt.prefix,
+            prompt.suffix,
+            prompt.extra,
+            begun=prompt.begun,
+            max_tokens=min(room, settings.max_prompt_tokens or room),
+        )
+        params = infill_params(engine.target.tokenizer, params)
     elif isinstance(prompt, str):
         ids = encode_plain(engine.target, prompt, request.add_special_tokens)
     else:
@@ -68,9 +80,11 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     choices = []
     for index in range(request.n):
         seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS
-        parser = None
+        parser: OutputParser | InfillLimits | None = None
         if isinstance(prompt, Chat):
             parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
+        elif isinstance(prompt, Infill):
+            parser = InfillLimits(prompt.max_seconds, prompt.min_indent)
         choices.append(Choice(ids, replace(params, seed=seed), parser, clipped))
     return choices
 

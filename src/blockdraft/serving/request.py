@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from blockdraft.engine import Chunk, Stats
+from blockdraft.engine import Chunk, ExtraFile, Stats
 from blockdraft.serving.schemas import Speculation
 from blockdraft.types import SamplingParams, TokenLogprob
 
@@ -48,18 +48,37 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class Infill:
+    """Text before and behind a cursor, between which the model writes.
+
+    Attributes:
+        extra: Parts of other files, the most important last.
+        begun: Text at the cursor that the model continues.
+        max_seconds: Seconds after which the infill ends, once it has a line end; None is no limit.
+        min_indent: Characters by which each new line must be indented; the infill ends before one that is not.
+    """
+
+    prefix: str
+    suffix: str
+    extra: tuple[ExtraFile, ...] = ()
+    begun: str = ""
+    max_seconds: float | None = None
+    min_indent: int = 0
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One prompt and how to continue it.
 
     Attributes:
-        prompt: A chat, or a text or token ids to continue without a chat template.
+        prompt: A chat, an infill, or a text or token ids to continue without a chat template.
         params: Sampling parameters. `max_new_tokens` is ignored.
         n: Number of choices. If `params` has a seed, each choice adds its index to it.
         max_tokens: Maximum tokens of each choice. None, and more than the context has room for, mean as many as fit.
         add_special_tokens: Whether the tokenizer adds its special tokens to a text.
     """
 
-    prompt: Chat | str | list[int]
+    prompt: Chat | Infill | str | list[int]
     params: SamplingParams
     n: int = 1
     max_tokens: int | None = None

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blockdraft.serving.errors import ApiError
+from blockdraft.serving.errors import OLLAMA_PATH, ApiError
 from blockdraft.serving.settings import ServeSettings
 
 OPEN_PATHS = {"/", "/radar", "/health"}  # need no key, since they reveal nothing and cost nothing
@@ -43,6 +43,11 @@ class Guard:
         if scope["method"] == "HEAD":  # sent by health probes; uvicorn drops the response body
             scope = {**scope, "method": "GET"}
         headers, body = Headers(scope=scope), bytearray()
+        if scope["path"].startswith(OLLAMA_PATH) and "origin" not in headers:
+            # Ollama reads JSON of any content type, and curl names another one. Web pages name their origin.
+            others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+            headers = Headers(scope=scope)
         try:
             self._check_host(headers)
             self._check_origin(headers)

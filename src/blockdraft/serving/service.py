@@ -17,7 +17,7 @@ from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.errors import UsageError
 from blockdraft.models import model_of
 from blockdraft.serving.admission import Admission
-from blockdraft.serving.backends import Backends, weights_of
+from blockdraft.serving.backends import Backends, kind_of, weights_of
 from blockdraft.serving.chunks import ChunkDispatcher, ChunkQueue
 from blockdraft.serving.errors import ApiError, as_api_error
 from blockdraft.serving.metrics import Meter, Metrics
@@ -39,6 +39,8 @@ class Service:
         created: Start of the server, in seconds since 1970.
         token_texts: Texts of single tokens.
         max_draft_tokens: Maximum draft tokens of a decoding step.
+        parameters: Number of weights of the target.
+        family, quantization: Family of the target, such as "qwen2", and type of its weights, such as "Q4_K_M".
     """
 
     def __init__(self, backends: Backends, settings: ServeSettings) -> None:
@@ -66,7 +68,8 @@ class Service:
             }
         )
         self.created = int(time.time())
-        self._weights = weights_of(backends.usual)
+        self.parameters, self._drafter_parameters = weights_of(backends.usual)
+        self.family, self.quantization = kind_of(backends.usual.target)
         self._stopped = False
         self._dispatcher: ChunkDispatcher | None = None
         # Loading takes minutes, and would block the threads of `in_thread` for other requests.
@@ -100,7 +103,6 @@ class Service:
         """Return the entry of a model in /v1/models. It reveals no local paths."""
         engine = self.backends.usual
         size, tokenizer = engine.drafting.block_size, engine.target.tokenizer
-        weights, drafter_weights = self._weights
         return {
             "id": name,
             "object": "model",
@@ -115,8 +117,8 @@ class Service:
                 "max_context": self.context,
                 "backends": self.backends.names,
                 "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
-                "parameters": weights,
-                "drafter_parameters": drafter_weights,
+                "parameters": self.parameters,
+                "drafter_parameters": self._drafter_parameters,
             },
         }
 

@@ -35,10 +35,12 @@ class ApiResponse(ABC):
     Attributes:
         keep_alive: Server-sent event that tells a client that the stream is alive.
         tail: Text after the last event of a stream.
+        media_type: Media type of a stream.
     """
 
     keep_alive = ": keep-alive\n\n"
     tail = ""
+    media_type = "text/event-stream"
 
     @abstractmethod
     def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
@@ -96,7 +98,7 @@ async def respond(
         return JSONResponse(await until_disconnect(http, _complete(service, requests, response)), headers=headers)
     frames = _frames(service, requests, response)
     first = await until_disconnect(http, anext(frames))
-    sent = EventStream(first, frames, response.keep_alive, service.settings.stall_seconds)
+    sent = EventStream(first, frames, response, service.settings.stall_seconds)
     sent.headers.update(headers)
     return sent
 
@@ -156,13 +158,16 @@ class EventStream(StreamingResponse):
     Args:
         first: Text of the first event.
         frames: Texts of the other events; an empty text is no event.
-        keep_alive: Replaces an empty text after `QUIET_SECONDS` without an event.
+        response: Its `keep_alive` replaces an empty text after `QUIET_SECONDS` without an event.
         stall_seconds: Maximum seconds in which the client reads nothing.
     """
 
-    def __init__(self, first: str, frames: AsyncGenerator[str, None], keep_alive: str, stall_seconds: float) -> None:
+    def __init__(
+        self, first: str, frames: AsyncGenerator[str, None], response: ApiResponse, stall_seconds: float
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._texts(first, frames, keep_alive), headers=headers, media_type="text/event-stream")
+        texts = self._texts(first, frames, response)
+        super().__init__(texts, headers=headers, media_type=response.media_type)
         self._frames, self._stall_seconds = frames, stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,13 +186,13 @@ class EventStream(StreamingResponse):
             await super().stream_response(send_in_time)
 
     @staticmethod
-    async def _texts(first: str, frames: AsyncIterator[str], keep_alive: str) -> AsyncIterator[str]:
+    async def _texts(first: str, frames: AsyncIterator[str], response: ApiResponse) -> AsyncIterator[str]:
         if first:
             yield first
         last = time.monotonic()
         async for text in frames:
             if text or time.monotonic() > last + QUIET_SECONDS:
-                yield text or keep_alive
+                yield text or response.keep_alive
                 last = time.monotonic()
 
 

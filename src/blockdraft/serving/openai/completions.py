@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from blockdraft.engine.text import REPLACEMENT
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
-from blockdraft.serving.request import Event, Finished, GenerationRequest, Started, TextDelta
+from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
 from blockdraft.serving.schemas import GenerationSchema, Listed, TokenIds
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
 
 
 class CompletionRequest(GenerationSchema):
-    unsupported = GenerationSchema.unsupported | {
+    unsupported = {name: neutral for name, neutral in GenerationSchema.unsupported.items() if name != "suffix"} | {
         "best_of": (1,),
         "response_format": ({"type": "text"},),
         "tools": (),
@@ -49,6 +49,7 @@ class CompletionRequest(GenerationSchema):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool = True
+    suffix: str | None = Field(None, description="Text behind the completion; the prompt is the text before it.")
 
     def to_requests(self, default_temperature: float) -> list[GenerationRequest]:
         """Return one request for each prompt."""
@@ -59,6 +60,10 @@ class CompletionRequest(GenerationSchema):
         )
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts: Any = [self.prompt] if single else self.prompt
+        if self.suffix:
+            if self.echo or not all(isinstance(prompt, str) for prompt in prompts):
+                raise UsageError("suffix needs prompts of text, and excludes echo; change these.")
+            prompts = [Infill(prefix=prompt, suffix=self.suffix) for prompt in prompts]
         return [
             GenerationRequest(
                 prompt,

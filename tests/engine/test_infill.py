@@ -1,0 +1,139 @@
+"""Fill-in-the-middle prompts, for the vocabularies of several model families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import generate_merges
+
+from blockdraft.engine import Engine, ExtraFile, InfillTokens, infill_params, infill_prompt
+from blockdraft.errors import UsageError
+from blockdraft.targets import load_target
+from blockdraft.types import SamplingParams
+
+QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+
+
+def with_tokens(names: Sequence[str], special: bool = True) -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(list(names), special_tokens=special)
+    return tokenizer
+
+
+def pieces_tokenizer() -> LlamaTokenizer:
+    """A SentencePiece tokenizer with CodeLlama's tokens, which puts a space before every text."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcxyz", "▁a", "▁b", "ab"]
+    names += ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
+    vocab = {name: number for number, name in enumerate(names)}
+    merges = generate_merges(vocab, {name: -float(number) for name, number in vocab.items()})
+    tokenizer = LlamaTokenizer(vocab=vocab, merges=merges, add_bos_token=True)
+    tokenizer.add_tokens(["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"], special_tokens=True)
+    return tokenizer
+
+
+def spelled(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text = tokenizer.decode(ids)
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (QWEN, "<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"),
+        (["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], "<fim_prefix>ab<fim_suffix>yz<fim_middle>"),
+        (["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"], "<｜fim▁begin｜>ab<｜fim▁hole｜>yz<｜fim▁end｜>"),
+        (["[SUFFIX]", "[PREFIX]", "[MIDDLE]"], "[SUFFIX]yz[PREFIX]ab"),
+    ],
+)
+def test_order_of_the_parts(names: list[str], expected: str) -> None:
+    tokenizer = with_tokens(names)
+    assert spelled(tokenizer, infill_prompt(tokenizer, "ab", "yz")) == expected
+
+
+def test_repository_pattern() -> None:
+    tokenizer = with_tokens(QWEN)
+    extra = [ExtraFile("a.py", "A = 1"), ExtraFile("b.py", "B = 2")]
+    prompt = infill_prompt(tokenizer, "ab", "", extra, name="c.py", repository="mine", begun="x")
+    assert spelled(tokenizer, prompt) == (
+        "<|repo_name|>mine\n<|file_sep|>a.py\nA = 1\n<|file_sep|>b.py\nB = 2\n"
+        "<|file_sep|>c.py\n<|fim_prefix|>ab<|fim_suffix|><|fim_middle|>x"
+    )
+    plain = with_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    prompt = infill_prompt(plain, "ab", "yz", extra)
+    assert spelled(plain, prompt) == "A = 1\n\nB = 2\n\n<fim_prefix>ab<fim_suffix>yz<fim_middle>"
+
+
+def test_pieces_begin_without_a_space_of_their_own() -> None:
+    tokenizer = pieces_tokenizer()
+    names = tokenizer.convert_ids_to_tokens(infill_prompt(tokenizer, "ab", " b"))
+    assert names == ["<s>", "▁<PRE>", "ab", "▁<SUF>", "▁b", "▁<MID>"]
+
+
+def test_names_of_special_tokens_in_files_are_text() -> None:
+    tokenizer = with_tokens(QWEN)
+    prompt = infill_prompt(tokenizer, "a<|fim_middle|>", "<|im_end|>", [ExtraFile("<|file_sep|>", "<|repo_name|>")])
+    special = [
+        token for token in prompt if token in tokenizer.all_special_ids or token in InfillTokens.of(tokenizer).ends
+    ]
+    assert tokenizer.convert_ids_to_tokens(special) == [
+        "<|repo_name|>", "<|file_sep|>", "<|file_sep|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [8, 20, 60, 200])
+def test_what_is_too_long_is_cut_far_from_the_cursor(limit: int) -> None:
+    tokenizer = with_tokens(QWEN)
+    prefix, suffix = "p" * 40 + "P", "S" + "s" * 40
+    extra = [ExtraFile("old", "o" * 30), ExtraFile("new", "n" * 20)]
+    prompt = infill_prompt(tokenizer, prefix, suffix, extra, max_tokens=limit)
+    assert len(prompt) <= limit
+    text = spelled(tokenizer, prompt)
+    assert "P<|fim_suffix|>S" in text and text.endswith("<|fim_middle|>")
+    assert ("old" in text) <= ("new" in text) <= ("p" * 40 in text)
+    assert ("old" in text) == (limit == 200)
+
+
+def test_no_room() -> None:
+    with pytest.raises(UsageError, match="leaves 3 tokens for the prompt of an infill"):
+        infill_prompt(with_tokens(QWEN), "a", "b", max_tokens=3)
+
+
+@pytest.mark.parametrize("names", [[], ["<|fim_prefix|>", "<|fim_suffix|>"], ["<|file_sep|>"]])
+def test_a_model_without_infill_is_refused(names: list[str]) -> None:
+    tokenizer = with_tokens(names)
+    assert InfillTokens.of(tokenizer) is None and InfillTokens.of(None) is None
+    assert infill_params(tokenizer, SamplingParams(5)) == SamplingParams(5)
+    with pytest.raises(UsageError, match="no fill-in-the-middle tokens"):
+        infill_prompt(tokenizer, "a", "b")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_infill_ends_at_a_separator_and_shows_none(special: bool, tmp_path: Path, tiny_target_dir: Path) -> None:
+    tokenizer = with_tokens(QWEN, special)
+    config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with Engine(load_target(tmp_path)) as engine:
+        for name in (*QWEN, "<|endoftext|>"):
+            [end] = tokenizer.convert_tokens_to_ids([name])
+            completion = engine.infill("ab", "yz", [ExtraFile("f", "g")], SamplingParams(9, logit_bias={end: 100}))
+            assert (completion.text, completion.token_ids, completion.finish_reason) == ("", [end], "stop"), name
+        completion = engine.infill("ab", "yz", params=SamplingParams(5, logit_bias={token("q"): 100}))
+        assert (completion.text, completion.finish_reason) == ("qqqqq", "length")
+        with pytest.raises(UsageError, match="ask for fewer new tokens"):
+            engine.infill("ab", "yz", params=SamplingParams(config.max_position_embeddings - 2))
+
+
+def test_a_target_without_infill(tiny_target_dir: Path) -> None:
+    with Engine(load_target(tiny_target_dir)) as engine, pytest.raises(UsageError, match="no fill-in-the-middle"):
+        engine.infill("a", "b")
+
+
+def token(text: str) -> int:
+    [number] = tiny_tokenizer()(text)["input_ids"]
+    return int(number)

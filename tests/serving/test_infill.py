@@ -1,0 +1,181 @@
+"""Fill-in-the-middle over HTTP: llama.cpp's /infill, and `suffix` in completions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_client import Client
+from tiny_models import tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from blockdraft.engine import Engine, ExtraFile
+from blockdraft.serving.backends import Backends
+from blockdraft.serving.infill_limits import InfillLimits
+from blockdraft.serving.service import Service
+from blockdraft.serving.settings import ServeSettings
+from blockdraft.targets import load_target
+from blockdraft.types import SamplingParams
+
+FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Iterator[Engine]:
+    """Provide an engine whose target has Qwen2.5-Coder's tokens."""
+    folder = tmp_path_factory.mktemp("coder")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(FIM, special_tokens=True)
+    config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with Engine(load_target(folder), max_batch_size=2, prefix_tokens=256) as engine:
+        yield engine
+
+
+@pytest.fixture
+def coder_client(coder: Engine) -> Client:
+    return Client(Service(Backends(coder), ServeSettings(served_model_name=("coder",))))
+
+
+def token(engine: Engine, text: str) -> str:
+    assert engine.target.tokenizer is not None
+    [number] = engine.target.tokenizer(text)["input_ids"]
+    return str(number)
+
+
+def infill(client: Client, **fields: Any) -> Any:
+    answer = client.post("/infill", {"input_prefix": "ab", "input_suffix": "yz", "n_predict": 12, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_infill_equals_the_engine(coder_client: Client, coder: Engine) -> None:
+    extra = [{"filename": "f.py", "text": "F = 1"}]
+    expected = coder.infill("ab", "yz", [ExtraFile("f.py", "F = 1")], SamplingParams(12))
+    answer = infill(coder_client, input_extra=extra)
+    assert answer["content"] == expected.text
+    assert answer["tokens"] == expected.token_ids and answer["tokens_predicted"] == len(expected.token_ids)
+    assert answer["tokens_evaluated"] == expected.prompt_tokens and answer["stop"] is True
+    assert answer["stop_type"] == {"length": "limit", "stop": "eos"}[expected.finish_reason]
+
+
+def test_a_request_of_llama_vim(coder_client: Client) -> None:
+    """The fields that the plugin sends; it reads the values by their paths."""
+    fields = ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached", "unknown"]
+    answer = infill(
+        coder_client,
+        id_slot=0,
+        input_extra=[],
+        prompt="x",
+        n_indent=0,
+        top_k=40,
+        top_p=0.9,
+        samplers=["top_k", "top_p", "infill"],
+        stream=False,
+        cache_prompt=True,
+        t_max_prompt_ms=500,
+        t_max_predict_ms=60_000,
+        response_fields=fields,
+    )
+    assert set(answer) == set(fields) - {"unknown"}
+    assert answer["timings/predicted_ms"] >= 0 and answer["truncated"] is False
+
+
+def test_reading_in_advance_generates_nothing(coder_client: Client, coder: Engine) -> None:
+    text = "some text that an editor has read, and sends before it is needed"
+    answer = infill(coder_client, input_prefix=text, n_predict=0)
+    assert (answer["content"], answer["tokens"], answer["tokens_predicted"]) == ("", [], 0)
+    again = infill(coder_client, input_prefix=text)
+    assert again["timings"]["cache_n"] > 40
+
+
+def test_streamed_infills_equal_whole_ones(coder_client: Client) -> None:
+    whole = infill(coder_client)
+    answer = coder_client.post("/infill", {"input_prefix": "ab", "input_suffix": "yz", "n_predict": 12, "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.strip().split("\n\n")]
+    assert "".join(event["content"] for event in events) == whole["content"]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["tokens_predicted"] == whole["tokens_predicted"]
+
+
+def test_separators_end_an_infill(coder_client: Client, coder: Engine) -> None:
+    assert coder.target.tokenizer is not None
+    for name in FIM:
+        [end] = coder.target.tokenizer.convert_tokens_to_ids([name])
+        answer = infill(coder_client, logit_bias={str(end): 100})
+        assert (answer["content"], answer["stop_type"], answer["tokens"]) == ("", "eos", [end])
+
+
+def test_stop_strings(coder_client: Client, coder: Engine) -> None:
+    answer = infill(coder_client, logit_bias={token(coder, "q"): 100}, stop=["qqq"])
+    assert (answer["content"], answer["stop_type"], answer["stopping_word"]) == ("", "word", "qqq")
+
+
+def test_what_is_too_long_is_cut(coder_client: Client, coder: Engine) -> None:
+    context = coder.target.max_context
+    answer = infill(coder_client, input_prefix="p" * 2 * context, input_suffix="s" * 2 * context, n_predict=20)
+    assert answer["tokens_evaluated"] <= context - 20 and answer["tokens_predicted"] > 0
+
+
+def test_suffix_of_completions(coder_client: Client, coder: Engine) -> None:
+    expected = coder.infill("ab", "yz", params=SamplingParams(12))
+    body = {"model": "coder", "prompt": "ab", "suffix": "yz", "max_tokens": 12, "temperature": 0}
+    [choice] = coder_client.post("/v1/completions", body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
+    several = coder_client.post("/v1/completions", body | {"prompt": ["ab", "cd"]}).json()["choices"]
+    assert several[0]["text"] == expected.text
+    assert several[1]["text"] == coder.infill("cd", "yz", params=SamplingParams(12)).text
+    without = coder_client.post("/v1/completions", body | {"suffix": ""}).json()["choices"]
+    assert (
+        without[0]["text"]
+        == coder_client.post("/v1/completions", {**body, "suffix": None}).json()["choices"][0]["text"]
+    )
+
+
+@pytest.mark.parametrize("more", [{"echo": True}, {"prompt": [1, 2]}])
+def test_suffix_excludes(coder_client: Client, more: dict[str, Any]) -> None:
+    answer = coder_client.post("/v1/completions", {"model": "coder", "prompt": "ab", "suffix": "yz", **more})
+    assert answer.status_code == 400 and "suffix needs prompts of text" in answer.json()["error"]["message"]
+
+
+def test_a_model_without_infill_is_a_400(client: Client) -> None:
+    for path, body in (
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "suffix": "b"}),
+    ):
+        answer = client.post(path, body)
+        assert answer.status_code == 400, path
+        assert "no fill-in-the-middle tokens" in answer.json()["error"]["message"]
+
+
+def push_all(limits: InfillLimits, *texts: str) -> str:
+    parts = [part.text for text in texts for part in limits.push(text)]
+    return "".join(parts + [part.text for part in limits.finish()])
+
+
+def test_an_infill_ends_before_a_line_of_less_indentation() -> None:
+    for texts in (("x = 1\n    y\n  z\n",), tuple("x = 1\n    y\n  z\n")):
+        limits = InfillLimits(None, 4)
+        assert push_all(limits, *texts) == "x = 1\n    y" and limits.ended
+    limits = InfillLimits(None, 4)
+    assert push_all(limits, "x\n\n    y\n") == "x\n\n    y\n" and not limits.ended
+
+
+def test_an_infill_ends_in_time_after_a_line_end() -> None:
+    limits = InfillLimits(0.01, 0)
+    assert push_all(limits, "one ") == "one "
+    time.sleep(0.02)
+    assert push_all(limits, "two ") == "two " and not limits.ended
+    assert push_all(limits, "three\n", "four", "five") in ("three", "three\n") and limits.ended
+
+
+def test_time_is_no_limit_within_a_line(coder_client: Client, coder: Engine) -> None:
+    answer = infill(coder_client, t_max_predict_ms=1, logit_bias={token(coder, "q"): 100})
+    assert answer["content"] == "q" * 12 and answer["stop_type"] == "limit"
+    answer = infill(coder_client, t_max_predict_ms=1, logit_bias={token(coder, "\n"): 100}, n_predict=200)
+    assert answer["tokens_predicted"] < 200 and answer["content"].strip("\n") == ""
