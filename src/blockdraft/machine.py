@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import platform
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,11 +35,30 @@ CACHED = {
     "threads": "fastest number of threads, for each target",
     MODELS: "models that `blockdraft pull` got",
 }
+LIMIT_FILE = "weights-limit"
 
 
 def cache_folder() -> Path:
     """Return the folder that `BLOCKDRAFT_CACHE` names, or else `~/.cache/blockdraft`."""
     return Path(os.environ.get("BLOCKDRAFT_CACHE") or Path.home() / ".cache" / "blockdraft")
+
+
+def weights_limit() -> int:
+    """Return the size limit of cached packed weights in bytes.
+
+    It is the one that `set_weights_limit` stored, else 20 GB, or a tenth of the disk where that is less.
+    """
+    folder = cache_folder()
+    with suppress(OSError, ValueError):
+        return int((folder / LIMIT_FILE).read_text())
+    disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return min(20 * 10**9, shutil.disk_usage(disk).total // 10)
+
+
+def set_weights_limit(size: int) -> None:
+    """Store the size limit of cached packed weights, in bytes."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    (cache_folder() / LIMIT_FILE).write_text(f"{size}\n")
 
 
 def processor() -> str:

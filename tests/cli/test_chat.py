@@ -102,7 +102,7 @@ def test_drafters_run_as_the_other_commands_have_them(chat: Chat) -> None:
 def test_a_pipe_gets_the_answers_and_nothing_else(chat: Chat, answers: Callable[..., list[str]]) -> None:
     first, second = answers("hello", "and then?")
     assert chat(stdin="hello\n\nand then?\n") == (0, f"{first}\n{second}\n", "")
-    assert chat(stdin="hello\nand then?") == (0, f"{first}\n{second}\n", "")
+    assert chat(stdin="hello\r\nand then?\r\n") == (0, f"{first}\n{second}\n", "")
 
 
 def test_messages_of_several_lines(chat: Chat, answers: Callable[..., list[str]]) -> None:

@@ -349,6 +349,7 @@ def test_drafted_tokens_are_coloured_and_characters_stay_whole(
 def test_prompt_from_standard_input(generate: Run, expected: dict[str, Any]) -> None:
     assert generate(stdin=b"hello\n").out == expected["text"] + "\n"
     assert generate("-", stdin=b"hello").out == expected["text"] + "\n"
+    assert generate(stdin=b"\xef\xbb\xbfhello\r\n").out == expected["text"] + "\n"  # as Windows writes
 
 
 def test_without_a_drafter(generate: Run, expected: dict[str, Any]) -> None:

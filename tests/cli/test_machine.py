@@ -86,12 +86,20 @@ def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run
     assert (code, out, err) == (0, "costs: 2 files, 0.0 KiB deleted\n", "")
     assert not any((cache / "costs").iterdir()) and (cache / "libraries" / "c.so").exists()
     assert run("clear")[0] == 0
-    assert [path for path in cache.rglob("*") if path.is_file()] == [cache / "thesis.tex"]
+    assert run("limit", "1")[0] == run("clear")[0] == 0
+    assert {path.name for path in cache.rglob("*") if path.is_file()} == {"thesis.tex", "weights-limit"}
     code, out, err = run("clear", "cost")
     assert (code, out) == (
         2,
         "",
     ) and err == "error: KIND must be one of libraries, weights, costs, threads, models, got 'cost'.\n"
+
+
+def test_the_limit_of_packed_weights(cache: Path, run: Run) -> None:
+    assert 0 < json.loads(run("list", "--json")[1])["weights_limit"] <= 20 * 10**9
+    assert run("limit", "2.5") == run("limit") == (0, "weights: at most 2.5 GB\n", "")
+    assert "weights: at most 2.5 GB" in run("list")[1]
+    assert run("limit", "-1")[0] == 2
 
 
 def test_models_are_cleared_only_by_name(cache: Path, run: Run) -> None:

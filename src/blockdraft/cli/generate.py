@@ -176,7 +176,7 @@ def read_prompt(prompt: str | None) -> str:
         raise UsageError("There is no prompt; give one as an argument or on standard input.")
     else:
         try:
-            text = sys.stdin.read().removesuffix("\n")
+            text = sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"Standard input is not {error.encoding} text ({error.reason}).") from error
     if not text.strip():

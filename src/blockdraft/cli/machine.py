@@ -99,11 +99,11 @@ def list_(*, how: ListSettings) -> None:
 
     Their folder is ~/.cache/blockdraft, or what BLOCKDRAFT_CACHE names.
     """
-    from blockdraft.machine import CACHED, cache_folder
+    from blockdraft.machine import CACHED, cache_folder, weights_limit
 
     kinds = {kind: _summary(_files(kind)) for kind in CACHED}
     if how.as_json:
-        print(json.dumps({"folder": str(cache_folder()), "kinds": kinds}))
+        print(json.dumps({"folder": str(cache_folder()), "kinds": kinds, "weights_limit": weights_limit()}))
         return
     console = standard()
     table = new_table(console, "kind", ">files", ">size", "newest", "what")
@@ -112,6 +112,22 @@ def list_(*, how: ListSettings) -> None:
         table.add_row(kind, str(summary["files"]), _size(summary["bytes"]), newest, CACHED[kind])
     console.print(str(cache_folder()), soft_wrap=True)
     console.print(table)
+    console.print(f"weights: at most {weights_limit() / 1e9:.1f} GB; `blockdraft cache limit GB` sets another limit")
+
+
+def limit(
+    gigabytes: Annotated[float | None, typer.Argument(metavar="[GB]", min=0, help="New limit; 0 keeps none.")] = None,
+) -> None:
+    """Show or set the size limit of packed weights.
+
+    The least recently used ones are deleted when new ones are added. By default the limit is 20 GB, or a tenth of the
+    disk where that is less.
+    """
+    from blockdraft.machine import set_weights_limit, weights_limit
+
+    if gigabytes is not None:
+        set_weights_limit(round(gigabytes * 1e9))
+    print(f"weights: at most {weights_limit() / 1e9:.1f} GB")
 
 
 def clear(
@@ -146,32 +162,24 @@ def clear(
         print(f"{kind}: {counted(len(files), 'file')}, {_size(size)} deleted")
 
 
-def _files(kind: str) -> list[Path]:
+def _files(kind: str) -> dict[Path, os.stat_result]:
     """Return the files of a kind, without locks and files that another process may still be writing."""
     from blockdraft.machine import cache_folder
 
-    folder = cache_folder() / kind
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock")
-    return [file for file in files if not (_is_partial(file.relative_to(folder)) and _is_recent(file))]
-
-
-def _is_partial(path: Path) -> bool:
-    return any(part.endswith(".partial") for part in path.parts)
-
-
-def _is_recent(file: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return time.time() - file.stat().st_mtime < PARTIAL_SECONDS
-    return True
-
-
-def _summary(files: list[Path]) -> dict[str, Any]:
-    stats = []
-    for file in files:
+    folder, files = cache_folder() / kind, {}
+    for file in sorted(folder.rglob("*")):
         with suppress(FileNotFoundError):  # another process has deleted it
-            stats.append(file.stat())
-    newest = max((stat.st_mtime for stat in stats), default=None)
-    return {"files": len(files), "bytes": sum(stat.st_size for stat in stats), "newest": newest}
+            stat = file.stat()
+            is_partial = any(part.endswith(".partial") for part in file.relative_to(folder).parts)
+            is_recent = time.time() - stat.st_mtime < PARTIAL_SECONDS
+            if file.is_file() and file.suffix != ".lock" and not (is_partial and is_recent):
+                files[file] = stat
+    return files
+
+
+def _summary(files: dict[Path, os.stat_result]) -> dict[str, Any]:
+    newest = max((stat.st_mtime for stat in files.values()), default=None)
+    return {"files": len(files), "bytes": sum(stat.st_size for stat in files.values()), "newest": newest}
 
 
 def _size(count: int) -> str:
@@ -239,4 +247,5 @@ def show_costs(costs: Costs, block_size: int, running: str) -> None:
 
 
 add(cache, list_, "list")
+add(cache, limit)
 add(cache, clear)

@@ -177,7 +177,7 @@ def _read_line(prompt: str, draft: str) -> str:
         raise UsageError(f"Standard input is not {error.encoding} text ({error.reason}).") from error
     if not line:
         raise EOFError
-    return line.removesuffix("\n")
+    return line.removesuffix("\n").removesuffix("\r")
 
 
 def _terminal_reader() -> Read:

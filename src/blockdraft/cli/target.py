@@ -161,7 +161,7 @@ class DrafterSettings:
 
     drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
         None,
-        description="Drafter: the folder or GGUF file of one, or the folder of a smaller language model or "
+        description="Drafter: the folder, GGUF file or hub name of one, or the folder of a smaller language model or "
         "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target's folder), "
         "prompt_lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that "
         "have one), bundled-dflash (the tiny model's DFlash drafter, which other engines read too). A + combines "

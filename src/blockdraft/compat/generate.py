@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from blockdraft.compat.adapt import check_token_ids, decode_batch, stop_ids, without_padding
-from blockdraft.drafters import Drafter, joined, load_drafter
-from blockdraft.errors import UsageError, describe
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target, as_target
-from blockdraft.types import JOINT, SamplingParams
+from blockdraft.types import SamplingParams
 
 GENERATE = '''"""Lossless decoding with a drafter: model.generate(..., custom_generate=THIS, trust_remote_code=True)."""
 
@@ -170,23 +170,5 @@ def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]
     if loaded.target is None or (loaded.target.dtype, loaded.target.device) != (model.dtype, model.device):
         loaded.target, loaded.drafters = as_target(model), {}
     if str(drafter) not in loaded.drafters:
-        loaded.drafters[str(drafter)] = load_drafter(_folder(drafter), target=loaded.target)
+        loaded.drafters[str(drafter)] = load_drafter(drafter, target=loaded.target)
     return loaded.target, loaded.drafters[str(drafter)]
-
-
-def _folder(drafter: str | Path) -> str | Path:
-    """Return the folder of a drafter, or the folders of a hybrid drafter. Fetch a drafter on the hub."""
-    if "/" not in str(drafter) or Path(drafter).exists():
-        return drafter
-    names = joined(drafter)
-    if len(names) > 1:
-        return JOINT.join(str(_folder(name)) for name in names)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"drafter is {str(drafter)!r}, which is not a folder and cannot be fetched from the hub "
-            f"({describe(error)}); give the folder of a drafter."
-        ) from error
