@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -68,16 +67,6 @@ def _write(console: Console, text: str, colour: str | None = None) -> None:
     console.print(Segments([Segment(text, Style(color=colour))]), end="", soft_wrap=True)
 
 
-@contextmanager
-def notice(console: Console, text: str) -> Iterator[None]:
-    """Show a still line during a block. An animation would take time from what is measured."""
-    _write(console, text + "\r")
-    try:
-        yield
-    finally:
-        _write(console, " " * len(text) + "\r")
-
-
 @dataclass(frozen=True)
 class Comparison:
     """A prompt decoded with and without drafting.
@@ -98,10 +87,6 @@ class Comparison:
         """Drafted over plain tokens per second; None for an answer of one token, which takes no step."""
         plain = self.plain.stats.tokens_per_second
         return self.drafted.stats.tokens_per_second / plain if plain else None
-
-    @property
-    def verdict(self) -> str:
-        return "identical" if self.first_difference is None else "DIFFER"
 
 
 def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> Comparison:

@@ -106,7 +106,6 @@ class DataOut:
     quantize: Annotated[Quantize | None, Flag(panel=MODEL)] = Field(
         None, description="Quantize the target that writes the responses. int4 is for CPUs, fp8 for NVIDIA GPUs."
     )
-    as_json: AsJson = Field(False, description="Print the manifest as JSON instead of a summary.")
 
     def __post_init__(self) -> None:
         if (self.server is None) != (self.model is None):
@@ -139,6 +138,7 @@ def data(
     ] = WRITTEN.sampling,
     how: Annotated[DataSettings, Only("length template_args split_turns continued batch_size")] = WRITTEN,
     records: Annotated[RecordSettings, Only(DATA_FIELDS, DATA)],
+    as_json: AsJson = False,
 ) -> None:
     """Turn conversations or text into the tokens and loss masks that a drafter is trained on.
 
@@ -204,7 +204,7 @@ def data(
 
     with exit_on_interrupt(finished), display.progress("records") as progress:
         manifest = preparation.run(responder, progress, tell, target=str(run.target or "bundled"), arguments=arguments)
-    if where.as_json:
+    if as_json:
         print(json.dumps(manifest))
         return
     counts = manifest["counts"]

@@ -14,7 +14,7 @@ import typer
 from pydantic import Field
 
 from blockdraft.cli import display
-from blockdraft.cli.display import exit_on_interrupt, tell, terminal
+from blockdraft.cli.display import exit_on_interrupt, standard, tell
 from blockdraft.cli.generate import PromptArgument, checked_text, read_prompt, read_prompts
 from blockdraft.cli.options import DATA, MODEL, Only, RecipeCommand, add
 from blockdraft.cli.target import AsJson, Folder, RecordFields, TargetSettings, quiet
@@ -177,20 +177,13 @@ def train(*, context: typer.Context, recipe: RecipeFile = None, what: TrainSetti
         tell(f"The model is in {out}{measured}; log and checkpoints are in {run_folder(out)}.")
 
 
-@settings
-class PerplexitySettings:
-    """How `blockdraft diffusion perplexity` prints."""
-
-    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
-
-
 def perplexity(
     *,
     file: Annotated[str, typer.Argument(metavar="FILE", help="Texts or chats, as for `blockdraft data`.")],
     model: Model,
     settings: LikelihoodSettings,
     records: RecordFields,
-    how: PerplexitySettings,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the perplexity of a text for a block-diffusion model.
 
@@ -203,7 +196,7 @@ def perplexity(
     texts = read_texts([file], records, loaded)
     with display.progress("batches") as progress:
         result = likelihood(loaded, texts, settings, progress)
-    if how.as_json:
+    if as_json:
         print(json.dumps(asdict(result)))
         return
     bound = "" if result.exact else "at most "
@@ -233,10 +226,16 @@ class GenerateSettings:
     steps_file: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         None, description="Picture of the passes: a .gif is a film, a .png shows them one below the other."
     )
-    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
-def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSettings, how: GenerateSettings) -> None:
+def generate(
+    *,
+    prompt: PromptArgument = None,
+    model: Model,
+    settings: SampleSettings,
+    how: GenerateSettings,
+    as_json: AsJson = False,
+) -> None:
     """Write text, a block at a time."""
     single = {
         "a prompt": prompt,
@@ -272,7 +271,7 @@ def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSet
                 f"--block-size {len(tokens)} makes one block of the whole text."
             )
         run = lambda watch: sampler.fill([tokens], watch)  # noqa: E731
-    if how.prompts is not None or how.as_json:
+    if how.prompts is not None or as_json:
         _print_json(sampler, run, max(len(texts), 1), keep_steps=how.show_steps)
     else:
         with _shown_steps(loaded) if how.show_steps else _plain() as (watch, write):
@@ -327,7 +326,7 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
             yield lambda row, block: tell(repr(spell(block))), write_plain
         return
     written = Text()
-    with Live(written, console=terminal(), auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(written, console=standard(), auto_refresh=False, vertical_overflow="visible") as live:
 
         def watch(row: int, block: Sequence[int | None]) -> None:
             live.update(written + Text(spell(block), style=DRAFTED), refresh=True)

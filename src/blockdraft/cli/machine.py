@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
 from blockdraft.cli.display import new_table, standard, tell
 from blockdraft.cli.options import Only, add
 from blockdraft.cli.target import AsJson, Decoded, DrafterSettings, need_drafter
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.settings import Settings
-from blockdraft.settings import settings
 
 if TYPE_CHECKING:
     from blockdraft.engine import Costs
@@ -35,7 +33,6 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
-JSON = "Print a JSON object instead of text."
 CALIBRATED = Settings(batch_size=16)
 
 PARTIAL_SECONDS = 3600.0  # age after which a partial file counts as abandoned
@@ -87,14 +84,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "compiled decoder", f"works, {origin}" if works else f"none, since {built.reason}"
 
 
-@settings
-class ListSettings:
-    """How `blockdraft cache list` prints."""
-
-    as_json: AsJson = Field(False, description=JSON)
-
-
-def list_(*, how: ListSettings) -> None:
+def list_(as_json: AsJson = False) -> None:
     """List the files that blockdraft keeps: their kind, size and date.
 
     Their folder is ~/.cache/blockdraft, or what BLOCKDRAFT_CACHE names.
@@ -102,7 +92,7 @@ def list_(*, how: ListSettings) -> None:
     from blockdraft.machine import CACHED, cache_folder, weights_limit
 
     kinds = {kind: _summary(_files(kind)) for kind in CACHED}
-    if how.as_json:
+    if as_json:
         print(json.dumps({"folder": str(cache_folder()), "kinds": kinds, "weights_limit": weights_limit()}))
         return
     console = standard()
@@ -186,20 +176,13 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-@settings
-class CalibrateSettings:
-    """How `blockdraft calibrate` measures and prints."""
-
-    anew: bool = Field(False, description="Measure again, even if stored times exist.")
-    as_json: AsJson = Field(False, description=JSON)
-
-
 def calibrate(
     *,
     run: Decoded,
     drafter: DrafterSettings,
     what: Annotated[Settings, Only("batch_size")] = CALIBRATED,
-    how: CalibrateSettings,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if stored times exist.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the times of decoding steps on this machine, or show the stored ones.
 
@@ -215,14 +198,14 @@ def calibrate(
     target = run.load_for(drafter.drafter)
     loaded = load_drafter(drafter.drafter, target=target)
     file = stored_costs.path(target, loaded)
-    costs = None if how.anew else stored_costs.load(file)
+    costs = None if anew else stored_costs.load(file)
     if costs is None:
         probe = Probe(target, loaded)
         costs = stored_costs.measure(probe, loaded.block_size, what.batch_size, target.max_context, tell)
         stored_costs.store(file, costs, stored_costs.pair_of(target, loaded))
     else:
         tell(f"From {file}; --anew measures again.")
-    if how.as_json:
+    if as_json:
         print(json.dumps({**asdict(costs), "backend": target.backend, "running": target.running}))
     else:
         show_costs(costs, loaded.block_size, target.running)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import downloads, new_table, standard, tell
+from blockdraft.cli.display import BYTES, new_table, progress, standard, tell
 from blockdraft.cli.target import AsJson
 from blockdraft.settings import Flag, settings
 
@@ -22,19 +22,12 @@ WIDTH = 160  # characters of a table in a file or pipe
 WIDE = 120  # characters of a terminal that shows all columns
 
 
-@settings
-class ModelsSettings:
-    """How `blockdraft models` prints."""
-
-    as_json: AsJson = Field(False, description="Print JSON instead of text.")
-
-
 def models(
     *,
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Model to describe: a name of the list, or a hub name.")
     ] = None,
-    how: ModelsSettings,
+    as_json: AsJson = False,
 ) -> None:
     """List the models that have a name here, and the drafters that were published for them.
 
@@ -43,7 +36,7 @@ def models(
     from blockdraft.models import catalogue, known
 
     console = standard(WIDTH)
-    if how.as_json:
+    if as_json:
         print(json.dumps([as_dict(model) for model in catalogue()] if name is None else as_dict(known(name))))
     elif name is not None:
         show_model(console, known(name))
@@ -79,8 +72,8 @@ def pull(
     model = known(name)
     if model.licence is not None:
         tell(f"{model.name}, {model.licence} ({model.licence_source})")
-    with downloads() as progress:
-        place = download(model, how.source, accepted=how.accept_licence, tell=tell, progress=progress)
+    with progress(BYTES) as show_progress:
+        place = download(model, how.source, accepted=how.accept_licence, tell=tell, progress=show_progress)
     print(place, flush=True)
     tell("\n".join(["", "Run it:", *(f"  {command}" for command in commands(model))]))
 

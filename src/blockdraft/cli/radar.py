@@ -69,27 +69,26 @@ class RadarSettings:
     export: Annotated[Path | None, Flag(metavar="DIR")] = Field(
         None, description="Write the page, which any web server can offer, to a folder."
     )
-    as_json: AsJson = Field(False, description="Print JSON instead of text.")
 
 
-def radar(*, what: RadarSettings) -> None:
+def radar(*, what: RadarSettings, as_json: AsJson = False) -> None:
     """Show which models fit a device, and how fast they are there, plain and drafted, without a download.
 
     Speeds are intervals, from the device's bandwidth and arithmetic and from published tau. Where drafting is slower,
     that is shown. `blockdraft serve` offers the same as a page at /radar.
     """
-    from blockdraft.radar.drafting import checked_task
-    from blockdraft.radar.shape import known_shapes, read_shape
-
     console = standard(WIDTH)
     if what.devices:
-        show_devices(console, what.as_json)
+        show_devices(console, as_json)
         return
     if what.export is not None:
         from blockdraft.radar.page import export_page
 
         print(export_page(what.export))
         return
+    from blockdraft.radar.drafting import checked_task
+    from blockdraft.radar.shape import known_shapes, read_shape
+
     checked_task(what.task)
     shapes = [read_shape(name) for name in what.model] if what.model else list(known_shapes())
     drafter = None if what.drafter is None else find_drafter(what.drafter, shapes)
@@ -101,12 +100,12 @@ def radar(*, what: RadarSettings) -> None:
     if what.train:
         if not what.model:
             raise UsageError("--train takes one --model or more; name the target that the drafter is for.")
-        show_training(console, shapes, machines, what)
+        show_training(console, shapes, machines, what, as_json)
         return
     rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, what, drafter)]
     slow = [row for row in rows if fastest(row) < what.least_speed]
     rows = [row for row in rows if fastest(row) >= what.least_speed]
-    if what.as_json:
+    if as_json:
         print(json.dumps({"rows": [with_commands(row) for row in rows]}))
     elif what.model and len(rows) + len(slow) <= DETAILED:
         for row in [*rows, *slow]:
@@ -350,7 +349,9 @@ def show_devices(console: Console, as_json: bool) -> None:
     console.print(table)
 
 
-def show_training(console: Console, shapes: list[Shape], machines: list[Machine], what: RadarSettings) -> None:
+def show_training(
+    console: Console, shapes: list[Shape], machines: list[Machine], what: RadarSettings, as_json: bool
+) -> None:
     """Print what it costs to train a drafter for each model."""
     from blockdraft.radar.train import TrainPlan, train_cost
 
@@ -358,7 +359,7 @@ def show_training(console: Console, shapes: list[Shape], machines: list[Machine]
     plan = TrainPlan(**{name: value for name, value in given.items() if value is not None})
     [kind] = what.weights or ("bf16",)
     costs = [train_cost(shape, machine, plan, kind) for machine in machines for shape in shapes]
-    if what.as_json:
+    if as_json:
         print(json.dumps({"rows": [cost.as_dict() for cost in costs]}))
         return
     for cost in costs:

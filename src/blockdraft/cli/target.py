@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from pydantic import Field
 
 from blockdraft.cli.display import tell
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 
     from blockdraft.targets import Target
 
-AsJson = Annotated[bool, Flag("--json", panel=OUTPUT)]
-Overwrite = Annotated[bool, Flag(panel=OUTPUT)]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of text.", rich_help_panel=OUTPUT, show_default=False)
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace the results in the folder.", rich_help_panel=OUTPUT, show_default=False),
+]
 Folder = Annotated[Path, Flag(metavar="DIR")]
-Sources = Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True)]
 Files = Annotated[tuple[Path, ...], Flag(metavar="FILE", repeat=True, panel=DATA)]
 
 SAMPLING_FLAGS = (
