@@ -221,7 +221,7 @@ def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path:
     assert found.code == 2 and "--draft-vocab is 'no.json', which is no file" in found.err
 
 
-def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path) -> None:
     model = ("--drafter", tiny_target_dir, "--drafter-device", "cpu", "--draft-ahead", 2)
     found = bench("--repeats", 1, "--methods", "chain:4", *model)
     assert found.code == 0 and re.search(r"Drafted ahead: \d+ of \d+ outcomes", found.err)
