@@ -269,7 +269,7 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
 
 def field_info(kind: type, name: str) -> FieldInfo:
     """Return type, default, description and metadata of a field. A subclass may change a default alone."""
-    found: FieldInfo | None = None
+    first: FieldInfo | None = None
     for owner in kind.__mro__:
         if name not in owner.__dict__.get("__annotations__", {}):
             continue
@@ -277,12 +277,12 @@ def field_info(kind: type, name: str) -> FieldInfo:
         field = next(field for field in dataclasses.fields(owner) if field.name == name)
         default: Any = field.default if isinstance(field.default, FieldInfo) else field
         info = FieldInfo.from_annotated_attribute(hint, default)
-        found = found or info
+        first = first or info
         if info.description is not None:
-            found.description = info.description
+            first.description = info.description
             break
-    assert found is not None
-    return found
+    assert first is not None
+    return first
 
 
 def describe(kind: type, name: str) -> str:

@@ -29,9 +29,9 @@ def test_one_row_as_json(blockdraft: Run) -> None:
 
 
 def test_the_list(blockdraft: Run) -> None:
-    lines = blockdraft("radar", *CARD, "--task", "code", "--limit", 5).out.splitlines()
+    lines = blockdraft("radar", *CARD, "--task", "code").out.splitlines()
     assert lines[0].split()[:2] == ["model", "weights"]
-    assert len([line for line in lines if line.rstrip().endswith("device")]) == 5
+    assert len([line for line in lines if line.rstrip().endswith("device")]) > 5
     assert any("do not fit" in line for line in lines)
 
 
@@ -39,10 +39,8 @@ def test_filters(blockdraft: Run) -> None:
     options = (*CARD, "--weights", "Q4_K_M", "--json")
     every = json.loads(blockdraft("radar", *options).out)["rows"]
     fast = json.loads(blockdraft("radar", *options, "--least-speed", 100).out)["rows"]
-    apache = json.loads(blockdraft("radar", *options, "--licence", "apache").out)["rows"]
     assert 0 < len(fast) < len(every)
     assert all(row["fits"] for row in fast)
-    assert 0 < len(apache) < len(every)
 
 
 def test_several_devices_and_models(blockdraft: Run) -> None:
@@ -102,7 +100,6 @@ def test_training(blockdraft: Run) -> None:
         (("--ram", 0), "more than 0"),
         ((*CARD, "--task", "poetry"), "got 'poetry'"),
         ((*CARD, "--weights", "int1"), "got 'int1'"),
-        ((*CARD, "--licence", "nothing such"), "licence"),
         ((*CARD, "--model", "qwen3-8b", "--drafter", "z-lab/Qwen3-4B-DFlash-b16"), "is a drafter of qwen3-4b"),
         ((*CARD, "--model", "qwen3-8b", "--drafter", "nobody/nothing"), "no published drafter"),
         (("--device", "0x RTX 4090"), "must be 1 or more"),

@@ -151,7 +151,7 @@ def test_streamer(decode: Callable[..., Tensor]) -> None:
         ({"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(3, 1)])}, "logits_processor is not supp"),
         ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "prefix_allowed_tokens_fn is not supported"),
         ({"max_length": 6}, "max_length is 6 and the prompt has 6 tokens"),
-        ({"drafter": "no/such"}, "'no/such', which is not a folder"),
+        ({"drafter": "no/such"}, "no/such is no folder here"),
     ],
 )
 def test_what_is_not_supported_is_refused(decode: Callable[..., Tensor], given: dict[str, Any], message: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,8 +169,11 @@ def train(*, context: typer.Context, recipe: RecipeFile = None, what: TrainSetti
     texts = read_texts(what.data, records, model)
     finish_on_signal(out)
     checkpoints = run_folder(out) / "checkpoints"
-    message = lambda: after_interruption(checkpoints) if accelerator.is_main_process else None  # noqa: E731
-    with exit_on_interrupt(message), display.progress("done") as progress:
+
+    def interrupted() -> str | None:
+        return after_interruption(checkpoints) if accelerator.is_main_process else None
+
+    with exit_on_interrupt(interrupted), display.progress("done") as progress:
         log = train_model(model, texts, steps, out, settings, Progress(progress, tell), accelerator)
     if accelerator.is_main_process:
         bits = next((line["held_out_bits"] for line in reversed(log) if "held_out_bits" in line), None)
@@ -261,7 +265,7 @@ def generate(
         check_picture(how.steps_file)
     loaded = model.load()
     sampler = Sampler(loaded, settings, stop=how.stop)
-    run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
+    run: Callable[[Watch | None], Iterable[Chunk]] = partial(sampler.stream, texts)
     if infill is not None:
         tokens = encode_gaps(infill, settings.max_new_tokens, loaded)
         num_after, num_unseen = count_unseen(tokens, loaded.config.block_size)
@@ -270,11 +274,11 @@ def generate(
                 f"{num_unseen} of the {num_after} tokens after the gap are in other blocks, so it does not see them; "
                 f"--block-size {len(tokens)} makes one block of the whole text."
             )
-        run = lambda watch: sampler.fill([tokens], watch)  # noqa: E731
+        run = partial(sampler.fill, [tokens])
     if how.prompts is not None or as_json:
         _print_json(sampler, run, max(len(texts), 1), keep_steps=how.show_steps)
     else:
-        with _shown_steps(loaded) if how.show_steps else _plain() as (watch, write):
+        with _shown(loaded, how.show_steps) as (watch, write):
             for chunk in run(watch):
                 write(chunk)
     if how.steps_file is not None:
@@ -302,15 +306,12 @@ def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]]
 
 
 @contextmanager
-def _plain() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
-    """Print blocks as they come."""
-    yield None, lambda chunk: print(chunk.text, end="", flush=True)
-    print()
+def _shown(model: DiffusionModel, steps: bool) -> Iterator[tuple[Watch | None, Callable[[Chunk], None]]]:
+    """Print blocks as they come. With `steps`, a terminal shows blocks change; else standard error has a line per pass.
 
-
-@contextmanager
-def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk], None]]]:
-    """Show each pass: a terminal shows the block change in place; otherwise standard error gets a line per pass."""
+    Yields:
+        What to call after each pass, and for each block.
+    """
     from rich.live import Live
     from rich.text import Text
 
@@ -321,9 +322,10 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
     def spell(block: Sequence[int | None]) -> str:
         return "".join(UNKNOWN if token is None else token_text(token, model) for token in block)
 
-    if not sys.stdout.isatty():
-        with _plain() as (_, write_plain):
-            yield lambda row, block: tell(repr(spell(block))), write_plain
+    if not steps or not sys.stdout.isatty():
+        watch_plain: Watch | None = (lambda row, block: tell(repr(spell(block)))) if steps else None
+        yield watch_plain, lambda chunk: print(chunk.text, end="", flush=True)
+        print()
         return
     written = Text()
     with Live(written, console=standard(), auto_refresh=False, vertical_overflow="visible") as live:

@@ -59,9 +59,7 @@ class RadarSettings:
     ram: Annotated[float | None, Flag(metavar="GB")] = Field(
         None, description="Memory of a CPU, or of a chip that shares it."
     )
-    licence: str | None = Field(None, description="Show only models whose licence has this text in its name.")
     least_speed: float = Field(0.0, description="Show only models that decode at least X tokens per second.")
-    limit: int = Field(25, description="Maximum number of rows; 0 shows all.")
     devices: bool = Field(False, description="List the devices that have names.")
     train: bool = Field(False, description="Show what training a drafter would cost instead.")
     samples: int | None = Field(None, description="Number of prompts, for --train.")
@@ -92,10 +90,6 @@ def radar(*, what: RadarSettings, as_json: AsJson = False) -> None:
     checked_task(what.task)
     shapes = [read_shape(name) for name in what.model] if what.model else list(known_shapes())
     drafter = None if what.drafter is None else find_drafter(what.drafter, shapes)
-    if what.licence is not None:
-        shapes = [shape for shape in shapes if what.licence.lower() in (shape.licence or "").lower()]
-        if not shapes:
-            raise UsageError(f"No licence has {what.licence!r} in its name; `blockdraft models` lists licences.")
     machines = list(_machines(what.device or ("here",), what.ram))
     if what.train:
         if not what.model:
@@ -234,7 +228,6 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
                 best[row.model, row.device] = row
         rows = list(best.values())
     fitting = sorted((row for row in rows if row.fits), key=lambda row: (-parameters(row), -fastest(row)))
-    shown = fitting[: what.limit] if what.limit else fitting
     several = len({row.device for row in rows}) != 1
     columns: dict[str, Callable[[Projection], str]] = {
         "device": lambda row: row.device,
@@ -253,7 +246,7 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
     table = new_table(console, *columns)
     for column in table.columns:
         column.no_wrap = column.header != "device"
-    for row in shown:
+    for row in fitting:
         table.add_row(*(cell(row) for cell in columns.values()))
     console.print(table)
     if rows:
@@ -264,8 +257,6 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
     console.print("Tokens per second: likely value (interval). Largest models that fit first.", soft_wrap=True)
     if len(fitting) < len(rows):
         console.print(f"{len(rows) - len(fitting)} more do not fit.", soft_wrap=True)
-    if len(shown) < len(fitting):
-        console.print(f"{len(fitting) - len(shown)} more fit; --limit 0 shows all.", soft_wrap=True)
 
 
 def show_row(console: Console, row: Projection) -> None:
