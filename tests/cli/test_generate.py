@@ -19,7 +19,6 @@ from blockdraft.cli.answers import Comparison, slower_note
 from blockdraft.cli.target import auto_by_default
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Completion, Engine, Stats
-from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.engine.text import AnswerText
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -107,9 +106,7 @@ def test_json(generate: Run, expected: dict[str, Any]) -> None:
     for terminal in (False, True):
         result = generate("hello", "--json", "--tree-budget", 0, "--block-size", 4, terminal=terminal)
         answer = json.loads(result.out)
-        # On a machine that is busy by now, drafting may look slow beside what plain cycles took before.
-        assert not result.err or result.err.startswith("Drafting is slower here")
-        assert (result.code, answer.keys()) == (0, KEYS | {"memory"})
+        assert (result.code, result.err, answer.keys()) == (0, "", KEYS | {"memory"})
         memory = answer["memory"]
         parts = [memory[name] for name in ("weights", "caches", "workspace")]
         assert all(type(part) is int and part > 0 for part in parts) and sum(parts) == memory["planned"]
@@ -137,33 +134,19 @@ def test_how_far_is_drafted_is_left_to_the_engine_unless_a_size_is_named(args: D
     assert auto_by_default(args) == expected
 
 
-def test_it_is_reported_when_drafting_is_slower(
-    tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+def test_it_is_reported_when_drafting_is_slower(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target = load_target(tiny_target_dir, device="cpu")
     drafter = load_drafter(tiny_drafter_dir, target=target)
     fixed, auto = Engine(target, drafter, drafting=Drafting(None)), Engine(target, drafter, drafting=Drafting("auto"))
-    answer = Stats([2] * 50, [7] * 50, total_seconds=2.0)  # 50 tokens a second
 
-    def measured(plain_seconds: float) -> Comparison:
-        plain = Stats([1] * 100, [0] * 100, total_seconds=plain_seconds)
-        drafted, other = (Completion("", [], "stop", [], stats) for stats in (answer, plain))
-        return Comparison(drafted, other, None)
+    def note(engine: Engine, plain_seconds: float) -> str:
+        runs = Stats([2] * 50, [7] * 50, total_seconds=2.0), Stats([1] * 100, [0] * 100, total_seconds=plain_seconds)
+        drafted, plain = (Completion("", [], "stop", [], stats) for stats in runs)
+        return slower_note(engine, Comparison(drafted, plain, None)) or ""
 
-    told = slower_note(fixed, answer, measured(1.0))
-    assert told is not None and "speed-up 0.50" in told and "--drafter none, or --block-size auto" in told
-    told = slower_note(auto, answer, measured(1.0))
-    assert told is not None and told.endswith("use --drafter none.")
-    assert slower_note(fixed, answer, measured(2.05)) is None
-    assert slower_note(fixed, Stats(), None) is None
-    assert slower_note(fixed, answer, None) is None  # nothing is known
-    for plain, slower in ((0.01, True), (0.03, False)):  # seconds of a cycle
-        costs = stored_costs.Costs((1,), (plain,), ((),), ((),), 0.0)
-        stored_costs.store(stored_costs.path(target, drafter), costs, stored_costs.pair_of(target, drafter))
-        assert (slower_note(fixed, answer, None) is not None) == slower
-        assert slower_note(auto, answer, None) is None
-    assert slower_note(Engine(target), answer, measured(1.0)) is None
+    assert "speed-up 0.50" in note(fixed, 1.0) and "--drafter none, or --block-size auto" in note(fixed, 1.0)
+    assert note(auto, 1.0).endswith("use --drafter none.")
+    assert not note(fixed, 2.05) and not note(Engine(target), 1.0)
 
 
 def test_compare_json(generate: Run, expected: dict[str, Any]) -> None:
@@ -255,12 +238,6 @@ def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict
     assert re.fullmatch(summary, shown.removeprefix(expected["text"] + "\n\n"))
 
 
-def test_compare_in_a_terminal(generate: Run) -> None:
-    result = generate("hello", "--compare", terminal=True)
-    assert result.code == 0
-    assert "speed-up: " in result.out and "tokens: identical" in result.out
-
-
 def test_drafted_tokens_are_coloured_and_characters_stay_whole(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,21 +316,6 @@ def test_bad_input(generate: Run, args: list[str], message: str) -> None:
     refused(generate(*args), message)
 
 
-# Of the settings, the drafter and the prompt.
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["hello", "--top-p", "0"], "--top-p is 0.0"),
-        (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
-        (["a" * 300], "shorten the prompt"),
-    ],
-)
-def test_bad_input_is_refused_alike_however_the_answer_is_shown(generate: Run, args: list[str], message: str) -> None:
-    for extra in ("--json", "--compare"):
-        refused(generate(*args, extra), message)
-    refused(generate(*args, terminal=True), message)
-
-
 def test_undecodable_standard_input(generate: Run) -> None:
     refused(generate(stdin=b"caf\xe9"), "Standard input is not utf-8 text")
 
@@ -396,26 +358,6 @@ def test_unknown_option(generate: Run) -> None:
     result = generate("hello", "--warp", 9)
     assert (result.code, result.out) == (2, "")
     assert "--warp" in ESCAPES.sub("", result.err)
-
-
-def test_help_takes_texts_and_defaults_from_the_parameters(blockdraft: Run) -> None:
-    result = blockdraft("generate", "--help-all")
-    words = " ".join(re.sub(r"[│\s]+", " ", ESCAPES.sub("", result.out)).split())
-    assert result.code == 0
-    assert f"[default: {SamplingParams().max_new_tokens}]" in words
-    for name in (
-        "max-new-tokens",
-        "temperature",
-        "top-k",
-        "top-p",
-        "seed",
-        "block-size",
-        "tree-budget",
-        "draft-window",
-    ):
-        assert f"--{name}" in words
-    assert "Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily." in words
-    assert "None" not in words
 
 
 def test_version(blockdraft: Run) -> None:

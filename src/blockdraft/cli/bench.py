@@ -24,7 +24,6 @@ from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.settings import LoadSettings, Settings, SuiteSettings
-from blockdraft.evaluation.suite.paper import SUITES
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Drafting, SamplingParams
 
@@ -245,9 +244,6 @@ class SuiteBenchSettings(MethodSettings):
 
 def bench_suite(
     *,
-    suite: Annotated[
-        str, typer.Argument(metavar=f"[{'|'.join(SUITES)}]", help="The suite; there is one, the DFlash paper's.")
-    ] = "paper",
     run: Decoded,
     what: SuiteBenchSettings,
     network: DraftNetwork,
@@ -273,7 +269,7 @@ def bench_suite(
     from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
     from blockdraft.folders import held
 
-    tasks = chosen_tasks(suite, settings.tasks)
+    tasks = chosen_tasks("paper", settings.tasks)
     prompts = read_tasks(tasks, settings.suite_data, settings.limit)
     check_methods(methods)
     target = run.load_for(None, network)
@@ -284,7 +280,7 @@ def bench_suite(
         "machine": machine["gpu"] or machine["cpu"],
     }
     arguments: dict[str, Any] = {
-        "suite": suite,
+        "suite": "paper",
         "drafter": what.drafter,
         **{name: value for name, value in asdict(network).items() if value},
         "methods": {method.name: asdict(method.drafting) for method in methods},

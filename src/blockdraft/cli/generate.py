@@ -104,13 +104,13 @@ def generate(
         return
     [text] = texts
     console, shows_tokens = standard(), sys.stdout.isatty() and not as_json
-    stats = answers.stream_answer(console, engine, text, params) if shows_tokens else None
+    if shows_tokens:
+        answers.stream_answer(console, engine, text, params)
     what = "Answering with and without the drafter" if how.compare else "Answering"
     with telling(tell, what, at_once=False):
         comparison = answers.compare_with_plain(engine, text, params) if how.compare else None
-        if stats is None:
+        if not shows_tokens:
             completion = comparison.drafted if comparison else engine.generate([text], params)[0].checked()
-            stats = completion.stats
     if peak is not None:
         planned = engine.memory.of_one(engine.request(text, params).slots)
         memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
@@ -121,7 +121,7 @@ def generate(
         if comparison:
             answers.show_comparison(console, comparison)
     sys.stdout.flush()  # a closed pipe still ends the command quietly here
-    tell(answers.slower_note(engine, stats, comparison))
+    tell(answers.slower_note(engine, comparison) if comparison else None)
     tell(answers.ahead_note(engine.drafter))
 
 

@@ -111,25 +111,13 @@ def radar(*, what: RadarSettings, as_json: AsJson = False) -> None:
 
 
 def find_drafter(name: str, shapes: list[Shape]) -> Drafter:
-    """Return a published drafter of one of the models.
-
-    Raises:
-        UsageError: There is none of that name, or it is made for another target.
-    """
-    from blockdraft.models import catalogue
-
-    wanted = name.lower()
-    for shape in shapes:
-        for drafter in shape.drafters:
-            if wanted in (drafter.hub.lower(), drafter.kind):
-                return drafter
-    for model in catalogue():
-        if any(drafter.hub.lower() == wanted for drafter in model.drafters):
-            models = ", ".join(shape.name for shape in shapes[:3])
-            raise UsageError(f"{name} is a drafter of {model.id}, not of {models}; leave --drafter out, or name it.")
-    known = [drafter.hub for shape in shapes[:3] for drafter in shape.drafters][:4]
-    offer = f"of these models there are {', '.join(known)}" if known else "there is none of these models"
-    raise UsageError(f"{name!r} is no published drafter; {offer}.")
+    """Return a published drafter of one of the models, by hub name or kind."""
+    drafters = [drafter for shape in shapes for drafter in shape.drafters]
+    for drafter in drafters:
+        if name.lower() in (drafter.hub.lower(), drafter.kind):
+            return drafter
+    offer = f"there are {', '.join(drafter.hub for drafter in drafters[:4])}" if drafters else "there is none"
+    raise UsageError(f"{name!r} is no published drafter of these models; {offer}.")
 
 
 def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class DFlashDraftModel(DFlashNetwork):
         config, tensors = read_checkpoint(path)
         if type(config) is not cls.config_class:
             raise UsageError(f"{path} does not hold a {cls.__name__}; use the class that its config.json names.")
-        wanted = tensors["fc.weight"].dtype if dtype in (None, "auto") else dtype
+        wanted: Any = tensors["fc.weight"].dtype if dtype in (None, "auto") else dtype
         wanted = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
         if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
             raise UsageError(f'dtype is {dtype!r}; it must be float32, bfloat16, float16 or "auto".')
