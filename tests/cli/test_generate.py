@@ -236,6 +236,7 @@ def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict
         r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length, backend: native(, compiled)?\n"
     )
     assert re.fullmatch(summary, shown.removeprefix(expected["text"] + "\n\n"))
+    assert "tokens: identical" in generate("hello", "--compare", terminal=True).out
 
 
 def test_drafted_tokens_are_coloured_and_characters_stay_whole(

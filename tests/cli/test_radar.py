@@ -70,8 +70,8 @@ def test_own_configuration(blockdraft: Run, tiny_target_dir: Path) -> None:
     assert row["why"]["drafter"] is None
 
 
-def test_this_machine(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockdraft.radar.machine._fastest", lambda call: 1e-3)
+@pytest.mark.slow
+def test_this_machine(blockdraft: Run) -> None:
     result = blockdraft("radar", "--model", "smollm2", "--weights", "Q4_1", "--json")
     rows = json.loads(result.out)["rows"]
     assert rows[-1]["confidence"] == "measured"
@@ -100,10 +100,7 @@ def test_training(blockdraft: Run) -> None:
         (("--ram", 0), "more than 0"),
         ((*CARD, "--task", "poetry"), "got 'poetry'"),
         ((*CARD, "--weights", "int1"), "got 'int1'"),
-        (
-            (*CARD, "--model", "qwen3-8b", "--drafter", "z-lab/Qwen3-4B-DFlash-b16"),
-            "no published drafter of these models",
-        ),
+        ((*CARD, "--model", "qwen3-8b", "--drafter", "z-lab/Qwen3-4B-DFlash-b16"), "no published drafter of"),
         ((*CARD, "--model", "qwen3-8b", "--drafter", "nobody/nothing"), "there are z-lab/Qwen3-8B"),
         (("--device", "0x RTX 4090"), "must be 1 or more"),
         ((*CARD, "--train"), "--train takes one --model"),
