@@ -69,7 +69,7 @@ NOT_RUN = {
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target MODEL --drafter DRAFTER --compare "..."': FIT,
     'blockdraft generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --compile on --compare "What is 17 '
-    '25?"': GPU,
+    'plus 25?"': GPU,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
     "tests/drafters/mtp/test_target_network.py has such",
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
