@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,13 @@ def new_table(console: Console, *headers: str, **settings: Any) -> Table:
     for header in headers:
         table.add_column(header.removeprefix(">"), justify="right" if header.startswith(">") else "left")
     return table
+
+
+def print_facts(console: Console, facts: Iterable[tuple[str, object]], width: int, indent: str = "") -> None:
+    """Print names and values in two columns of which the first has this width. Empty values are left out."""
+    for name, value in facts:
+        if value not in (None, ""):
+            console.print(f"{indent}{name:{width}}{value}", soft_wrap=True)
 
 
 def tell(text: str | None) -> None:

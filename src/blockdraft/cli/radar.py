@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import new_table, print_facts, standard, tell
 from blockdraft.cli.target import AsJson
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, settings
@@ -250,39 +250,37 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
 def show_row(console: Console, row: Projection) -> None:
     """Print a projection with its reasons."""
     why = row.why
-
-    def line(name: str, value: str) -> None:
-        console.print(f"  {name:14}{value}", soft_wrap=True)
-
-    fits = "fits" if row.fits else "does not fit"
-    console.print(f"{row.model}, {row.weights}, on {row.device}: {fits}", soft_wrap=True)
-    line("asked", f"context {row.context}, batch {row.batch}, task {row.task}")
     parts = {"weights": "weight", "drafter": "drafter", "caches": "cache", "workspace": "workspace"}
     sizes = ", ".join(f"{name} {gigabytes(why[f'{key}_bytes'])}" for name, key in parts.items())
-    line("memory", f"{gigabytes(row.memory_bytes)}: {sizes}")
-    line("first token", seconds(row.first_token_seconds))
-    line(
-        "plain",
-        f"{interval(row.plain)} tokens/s; a step of {1e3 * why['step_seconds']:.3g} ms reads "
-        f"{gigabytes(why['read_bytes'])} and is bound by {why['bound']}",
-    )
+    facts = [
+        ("asked", f"context {row.context}, batch {row.batch}, task {row.task}"),
+        ("memory", f"{gigabytes(row.memory_bytes)}: {sizes}"),
+        ("first token", seconds(row.first_token_seconds)),
+        (
+            "plain",
+            f"{interval(row.plain)} tokens/s; a step of {1e3 * why['step_seconds']:.3g} ms reads "
+            f"{gigabytes(why['read_bytes'])} and is bound by {why['bound']}",
+        ),
+    ]
     if row.drafted:
         tau = why["tau"]
-        line(
-            "drafted",
-            f"{interval(row.drafted)} tokens/s with blocks of {row.block_size}; a step of "
-            f"{1e3 * why['cycle_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
-        )
-        line("tau", f"{tau['mid']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), {why['tau_source']}")
-        line("drafter", why["drafter"] or "none is published; `blockdraft fit` makes one")
+        facts += [
+            (
+                "drafted",
+                f"{interval(row.drafted)} tokens/s with blocks of {row.block_size}; a step of "
+                f"{1e3 * why['cycle_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
+            ),
+            ("tau", f"{tau['mid']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), {why['tau_source']}"),
+            ("drafter", why["drafter"] or "none is published; `blockdraft fit` makes one"),
+        ]
     if why["experts_read"]:
         token, block = why["experts_read"]
-        line("experts", f"{token:g} of a layer are read for a token, {block:g} for a block")
-    line("confidence", row.confidence)
-    if why["note"]:
-        line("machine", why["note"])
-    for number, command in enumerate(commands(row)):
-        line("" if number else "run", command)
+        facts.append(("experts", f"{token:g} of a layer are read for a token, {block:g} for a block"))
+    facts += [("confidence", row.confidence), ("machine", why["note"])]
+    facts += [("" if number else "run", command) for number, command in enumerate(commands(row))]
+    fits = "fits" if row.fits else "does not fit"
+    console.print(f"{row.model}, {row.weights}, on {row.device}: {fits}", soft_wrap=True)
+    print_facts(console, facts, 14, "  ")
 
 
 def gain(row: Projection) -> str:
@@ -342,19 +340,19 @@ def show_training(
         print(json.dumps({"rows": [cost.as_dict() for cost in costs]}))
         return
     for cost in costs:
-        console.print(f"A DFlash drafter for {cost.model}, on {cost.device}", soft_wrap=True)
         target, trainer = gigabytes(cost.target_bytes), gigabytes(cost.training_bytes)
-        for name, value in {
-            "samples": f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs",
-            "responses": f"{hours(cost.response_hours)} of the target",
-            "hidden states": f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} if stored",
-            "training": f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s",
-            "all": hours(cost.hours),
-            "trained": f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations",
-            "memory": f"target {target}, trainer {trainer} per device",
-            "fits": "yes" if cost.fits else f"no; the target takes {cost.devices_needed} of these devices",
-        }.items():
-            console.print(f"  {name:10}{value}", soft_wrap=True)
+        facts = [
+            ("samples", f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs"),
+            ("responses", f"{hours(cost.response_hours)} of the target"),
+            ("hidden states", f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} if stored"),
+            ("training", f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s"),
+            ("all", hours(cost.hours)),
+            ("trained", f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations"),
+            ("memory", f"target {target}, trainer {trainer} per device"),
+            ("fits", "yes" if cost.fits else f"no; the target takes {cost.devices_needed} of these devices"),
+        ]
+        console.print(f"A DFlash drafter for {cost.model}, on {cost.device}", soft_wrap=True)
+        print_facts(console, facts, 14, "  ")
 
 
 def hours(value: float) -> str:
