@@ -187,14 +187,6 @@ def test_a_checkpoint_of_another_target_is_reported(
             load_drafter(tmp_path / name, target=target)
 
 
-def test_what_a_killed_export_left_goes(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
-    (tmp_path / ".out.k1ll3d" / "new").mkdir(parents=True)
-    (tmp_path / ".out.mine").mkdir()
-    (tmp_path / ".out.mine" / "letter.txt").touch()
-    assert export(tiny_drafter_dir, "--out", tmp_path / "out")[0] == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.mine"}
-
-
 def test_another_name_for_the_target(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     out = tmp_path / "out"
     assert export(tiny_drafter_dir, "--format", "speculators", "--out", out, "--target-name", "Qwen/Qwen3-8B")[0] == 0
