@@ -18,7 +18,7 @@ from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, standard, tell
 from blockdraft.cli.generate import PromptArgument, checked_text, read_prompt, read_prompts
 from blockdraft.cli.options import DATA, MODEL, Only, RecipeCommand, add
-from blockdraft.cli.target import AsJson, Folder, RecordFields, TargetSettings, quiet
+from blockdraft.cli.target import AsJson, Folder, RecordFields, TargetSettings, exclude, quiet
 from blockdraft.cli.train import SHOW_RECIPE, RecipeFile, ShowRecipe, check_given, missing_package
 from blockdraft.diffusion.settings import (
     ConvertSettings,
@@ -27,7 +27,6 @@ from blockdraft.diffusion.settings import (
     NewSettings,
     SampleSettings,
 )
-from blockdraft.errors import UsageError
 from blockdraft.settings import Count, Flag, as_toml, read_settings, settings
 
 if TYPE_CHECKING:
@@ -241,18 +240,11 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Write text, a block at a time."""
-    single = {
-        "a prompt": prompt,
-        "--infill": how.infill,
-        "--show-steps": how.show_steps,
-        "--steps-file": how.steps_file,
-    }
-    other = next((name for name, value in single.items() if value not in (None, False)), None)
-    if how.prompts is not None and other is not None:
-        raise UsageError(f"--prompts {how.prompts} and {other} exclude each other; leave one of them out.")
-    if how.infill is not None and (prompt is not None or how.stop):
-        other = "a prompt" if prompt is not None else "--stop"
-        raise UsageError(f"--infill and {other} exclude each other; leave one of them out.")
+    if how.prompts is not None:
+        single = ("--infill", how.infill), ("--show-steps", how.show_steps), ("--steps-file", how.steps_file)
+        exclude(f"--prompts {how.prompts}", ("a prompt", prompt), *single)
+    if how.infill is not None:
+        exclude("--infill", ("a prompt", prompt), ("--stop", how.stop))
     infill = None if how.infill is None else checked_text(how.infill)
     texts = [] if infill is not None else read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
 

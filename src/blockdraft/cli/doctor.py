@@ -30,8 +30,8 @@ SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 class Patient:
     """The drafter that `blockdraft doctor` examines."""
 
-    drafter: Annotated[str | None, Flag(metavar="DIR", panel=DRAFTING)] = Field(
-        None, description="Folder of a drafter; by default the target's bundled one."
+    drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
+        None, description="Folder, GGUF file or hub name of a drafter; by default the target's bundled one."
     )
     prompts: Files = Field(
         (),

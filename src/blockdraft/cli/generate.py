@@ -25,6 +25,7 @@ from blockdraft.cli.target import (
     Sampling,
     auto_by_default,
     drafter_or_lookup,
+    exclude,
     tell_unused,
 )
 from blockdraft.errors import UsageError
@@ -77,9 +78,8 @@ def generate(
     # All runs of a comparison share one seed.
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
     tell_unused(params, [params.temperature], drafting.sampled)
-    if how.prompts is not None and (prompt is not None or how.compare):
-        other = "--compare" if how.compare else "a prompt"
-        raise UsageError(f"--prompts {how.prompts} and {other} exclude each other; leave one of them out.")
+    if how.prompts is not None:
+        exclude(f"--prompts {how.prompts}", ("--compare", how.compare), ("a prompt", prompt))
     if how.compare and drafting.sampled and params.temperature:
         raise UsageError(
             "--compare and --sampled exclude each other at a temperature, since their tokens differ. To compare "

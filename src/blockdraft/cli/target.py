@@ -226,6 +226,13 @@ def tell_unused(params: SamplingParams, temperatures: Sequence[float], sampled: 
         tell(f"{' and '.join(unused)} {verb} nothing at temperature 0, which decodes greedily; add --temperature T.")
 
 
+def exclude(option: str, *others: tuple[str, object]) -> None:
+    """Raise a UsageError if another option is given too. None, false and empty values are not given."""
+    for name, value in others:
+        if value not in (None, False, ()):
+            raise UsageError(f"{option} and {name} exclude each other; leave one of them out.")
+
+
 def auto_by_default(drafting: Drafting) -> Drafting:
     """Return the drafting with the block size "auto" for chains, sampled ones included, unless a size is given."""
     if drafting.block_size is None and drafting.tree_budget == 0:
