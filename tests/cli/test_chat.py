@@ -235,14 +235,14 @@ class Terminal:
     def wait_for(self, pattern: str, seconds: float = 120) -> str:
         """Read until it is shown; returns what came up to it, which is then forgotten."""
         deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.shown)):
+        while not (report := re.search(pattern, self.shown)):
             ready, _, _ = select.select([self._end], [], [], max(deadline - time.monotonic(), 0))
             assert ready, f"{pattern!r} is not in {self.shown!r}"
             try:
                 self.shown += ESCAPES.sub("", os.read(self._end, 65536).decode(errors="replace"))
             except OSError:  # it has ended
                 raise AssertionError(f"{pattern!r} is not in {self.shown!r}") from None
-        before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        before, self.shown = self.shown[: report.end()], self.shown[report.end() :]
         return before
 
     def close(self) -> None:

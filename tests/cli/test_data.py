@@ -31,7 +31,7 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
     assert (
         code == 0 and "6 records, 6 to do" in err and "started: 0 of 6 records\n" in err and ": 6 of 6 records\n" in err
     )
-    supervised = sum(int(one.supervised.sum()) for one in data)
+    supervised = sum(int(entry.supervised.sum()) for entry in data)
     share = f"({supervised / sum(data.lengths):.0%})"
     assert (
         out == f"data: 6 documents of 6 records, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
@@ -42,20 +42,20 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
         and "layers 0, 2: 0.0 MiB to write, " in err
         and out.startswith("hidden_states: hidden states of 6 doc")
     )
-    found = read_hidden_states(tmp_path / "hidden_states")
-    found.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
-    assert len(found) == 6
+    report = read_hidden_states(tmp_path / "hidden_states")
+    report.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
+    assert len(report) == 6
 
 
 def test_regenerated(run: Run, tiny_drafter_dir: Path, tmp_path: Path) -> None:
     options = ("--regenerate", "--temperature", 0.9, "--seed", 4, "--max-new-tokens", 12, "--limit", 4)
-    found = run("data", "rows.jsonl", "--out", "plain", *options, "--json")
-    manifest = json.loads(found.out)
+    report = run("data", "rows.jsonl", "--out", "plain", *options, "--json")
+    manifest = json.loads(report.out)
     assert manifest["counts"]["rows"] == 4 and manifest["arguments"]["limit"] == 4
     assert manifest["written_by"]["writer"] == "target" and manifest["written_by"]["seed"] == 4
     drafted = run("data", "rows.jsonl", "--out", "drafted", *options, "--drafter", tiny_drafter_dir, "--json")
     assert json.loads(drafted.out)["fingerprint"] == manifest["fingerprint"]
-    assert read_data(tmp_path / "plain").lengths == [len(one.tokens) for one in read_data(tmp_path / "drafted")]
+    assert read_data(tmp_path / "plain").lengths == [len(entry.tokens) for entry in read_data(tmp_path / "drafted")]
 
 
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +117,8 @@ def test_another_chat_template(run: Run, tmp_path: Path) -> None:
         "{% else %}{{ m.content }}: {% endif %}{% endfor %}"
     )
     assert run("data", "rows.jsonl", "--out", "data", "--chat-template", "marked.jinja").code == 0
-    one = read_data(tmp_path / "data")[0]
-    assert len(one.tokens) == len("say 0: yes") and int(one.supervised.sum()) == len("yes")
+    entry = read_data(tmp_path / "data")[0]
+    assert len(entry.tokens) == len("say 0: yes") and int(entry.supervised.sum()) == len("yes")
 
 
 @pytest.fixture
@@ -135,12 +135,12 @@ def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> No
     assert len(lines) == 2
     for words in lines:
         words[words.index("--target") + 1] = str(base)
-        found = run("data", *words[2:], "--max-new-tokens", 8)
-        assert found.code == 0, found.err
+        report = run("data", *words[2:], "--max-new-tokens", 8)
+        assert report.code == 0, report.err
     first = run("data", *lines[0][2:], "--max-new-tokens", 8)
     assert "continues the first 64 tokens of each text; a {prompt} record is continued as a whole." in first.err
     data = read_data(tmp_path / "build/continued")
-    assert len(data) == 4 and all(int(one.supervised.sum()) <= 8 and max(data.lengths) <= 72 for one in data)
+    assert len(data) == 4 and all(int(entry.supervised.sum()) <= 8 and max(data.lengths) <= 72 for entry in data)
     assert json.loads((tmp_path / "build/sampled/data.json").read_text())["continued"] == {"tokens": 32, "prompts": 32}
 
 
@@ -176,5 +176,5 @@ def test_bad_files_are_reported_together_before_anything_of_the_target_is_read(r
 
 
 def test_few_rows_are_reported(run: Run) -> None:
-    found = run("data", "rows.jsonl", "--out", "data", "--limit", 50)
-    assert "There are fewer than the 50 records of --limit; add sources to have more." in found.err
+    report = run("data", "rows.jsonl", "--out", "data", "--limit", 50)
+    assert "There are fewer than the 50 records of --limit; add sources to have more." in report.err

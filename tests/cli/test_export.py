@@ -157,7 +157,7 @@ def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "letter.txt").write_text("dear")
-    for args, told in (
+    for args, message in (
         ((tmp_path / "nowhere", "--out", tmp_path / "out"), "nowhere/config.json cannot be read"),
         ((tiny_drafter_dir, "--format", "onnx", "--out", tmp_path / "out"), "format is 'onnx'; it must be one of zlab"),
         (
@@ -169,7 +169,7 @@ def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
         ((tiny_drafter_dir, "--out", tiny_drafter_dir), "is the drafter's own folder; choose another"),
     ):
         code, err = export(*args)
-        assert code == 2 and told in err
+        assert code == 2 and message in err
     assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "taken"}
 
 
@@ -231,8 +231,8 @@ def test_a_gguf_drafter_of_another_target(export: Run, tmp_path: Path, tiny_draf
     zlab.write_checkpoint(tmp_path / "other", config, tensors, trained=Trained("0123456789abcdef"))
     code, err = export(tmp_path / "other", "--format", "gguf", "--out", tmp_path / "out")
     assert code == 0
-    told = err
-    assert "was trained for another target (fingerprint 0123456789abcdef)" in told
+    message = err
+    assert "was trained for another target (fingerprint 0123456789abcdef)" in message
     assert (tmp_path / "out" / "drafter-bf16.gguf").is_file()
 
 
@@ -243,7 +243,7 @@ def test_refusals_of_gguf(export: Run, tmp_path: Path, tiny_drafter_dir: Path, t
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     (tmp_path / "file").touch()
     out = tmp_path / "out"
-    for args, told in (
+    for args, message in (
         (
             (tmp_path / "last", "--format", "gguf", "--out", out),
             "a target layer is 2; it must be below the target's last layer",
@@ -264,5 +264,5 @@ def test_refusals_of_gguf(export: Run, tmp_path: Path, tiny_drafter_dir: Path, t
         ((tiny_drafter_dir, "--format", "gguf", "--target", "m.gguf", "--out", out), "There is no file m.gguf"),
     ):
         code, err = export(*args)
-        assert code == 2 and told in err
+        assert code == 2 and message in err
     assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "file"}

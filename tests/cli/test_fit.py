@@ -18,7 +18,7 @@ def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--hours", "0"], "--hours must be greater than 0"),
         (["--variant", "dspark"], "--variant must be one of"),
@@ -27,9 +27,9 @@ def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run
         (["--target", "./nowhere"], "nowhere"),
     ],
 )
-def test_bad_options(options: list[str], told: str, run: Run, tmp_path: Path) -> None:
+def test_bad_options(options: list[str], message: str, run: Run, tmp_path: Path) -> None:
     code, _, err = run("fit", "--out", "drafter", *options)
-    assert code == 2 and told in err
+    assert code == 2 and message in err
     assert not list(tmp_path.iterdir())
 
 

@@ -206,12 +206,12 @@ def test_bits_of_the_drafter_are_reported(generate: Run) -> None:
     assert ", the drafter has weights of 8 bits" in generate(*rounded, terminal=True).out.replace("\n", "")
     both = generate(*rounded, "--draft-vocab", 40, "--compare").out
     assert "\nThe drafter proposes 40 of 265 tokens and has weights of 8 bits.\nspeed-up: " in both
-    kept = (*rounded, "--keep-drafter")
-    assert [json.loads(generate(*words, "--json").out)["drafter_bits"] for words in (rounded, kept)] == [8, None]
+    kept_ids = (*rounded, "--keep-drafter")
+    assert [json.loads(generate(*words, "--json").out)["drafter_bits"] for words in (rounded, kept_ids)] == [8, None]
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "expected_error"),
     [
         (("--sampled",), "--sampled changes nothing at temperature 0, which decodes greedily; add --temperature T.\n"),
         (("--top-k", 5, "--min-p", 0.1), "--top-k and --min-p change nothing at temperature 0"),
@@ -221,10 +221,10 @@ def test_bits_of_the_drafter_are_reported(generate: Run) -> None:
     ],
 )
 def test_what_only_sampling_heeds_is_reported_where_decoding_is_greedy(
-    generate: Run, args: tuple[object, ...], told: str
+    generate: Run, args: tuple[object, ...], expected_error: str
 ) -> None:
-    assert generate("hello", "--max-new-tokens", 2, "--block-size", 4, *args).err.startswith(told)
-    assert told or not generate("hello", "--max-new-tokens", 2, "--block-size", "auto", *args).err
+    assert generate("hello", "--max-new-tokens", 2, "--block-size", 4, *args).err.startswith(expected_error)
+    assert expected_error or not generate("hello", "--max-new-tokens", 2, "--block-size", "auto", *args).err
 
 
 def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ def test_drafts_change_no_answer(file: Path, tiny_drafter_dir: Path) -> None:
     for drafter in ("none", tiny_drafter_dir):
         with Engine(target, load_drafter(drafter, target=target), 2) as engine:
             done = engine.generate(["Hello there", "One, two"], SamplingParams(temperature=0, max_new_tokens=24))
-        answers.append([one.token_ids for one in done])
+        answers.append([entry.token_ids for entry in done])
     assert answers[0] == answers[1] and len(answers[0][0]) > 1
 
 
@@ -45,10 +45,10 @@ def test_generate(
 ) -> None:
     args = ["--target", file, "--drafter", tiny_drafter_dir, "--max-new-tokens", 8, "--json", "--compare", *MORE]
     assert (done := blockdraft("generate", "Hello", *args)).code == 0
-    found = json.loads(done.out)
-    assert found["identical"] and found["running"] == "native, int4 weights"
+    report = json.loads(done.out)
+    assert report["identical"] and report["running"] == "native, int4 weights"
     assert (done := blockdraft("generate", "Hello", "--target", file, "--max-new-tokens", 8, "--json", *MORE)).code == 0
-    assert json.loads(done.out)["token_ids"] == found["token_ids"] and "prompt_lookup drafts" in done.err
+    assert json.loads(done.out)["token_ids"] == report["token_ids"] and "prompt_lookup drafts" in done.err
 
 
 @pytest.mark.slow
@@ -155,6 +155,9 @@ def test_made_into_a_folder(
 def test_how_it_is_refused(file: Path, tmp_path: Path, blockdraft: Run) -> None:
     assert f"blockdraft fit --target {file} --out DIR" in blockdraft("generate", "Hello", "--target", file).err
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:3000])
-    for path, said in ((tmp_path / "cut.gguf", "is corrupt or cut short"), (tmp_path / "absent.gguf", "There is no")):
+    for path, message in (
+        (tmp_path / "cut.gguf", "is corrupt or cut short"),
+        (tmp_path / "absent.gguf", "There is no"),
+    ):
         done = blockdraft("generate", "Hello", "--target", path, "--drafter", "none")
-        assert done.code == 2 and said in done.err
+        assert done.code == 2 and message in done.err

@@ -19,10 +19,10 @@ Run = Callable[..., tuple[int, str, str]]
 def test_json(blockdraft: Run, tiny_drafter_dir: Path, tiny_target_dir: Path) -> None:
     for more in ((), ("--json",)):
         code, out, _ = blockdraft("inspect", tiny_drafter_dir, "--target", tiny_target_dir, *more)
-        found = json.loads(out)
-        assert code == 0 and found["what"] == "drafter" and found["conventions"]["block_size"] == 8
-        assert found["starts"]["vLLM"]["line"].startswith("vllm serve")
-        assert {"name": "layers", "holds": True, "detail": "3 here, 3 in the target"} in found["fits"]
+        report = json.loads(out)
+        assert code == 0 and report["what"] == "drafter" and report["conventions"]["block_size"] == 8
+        assert report["starts"]["vLLM"]["line"].startswith("vllm serve")
+        assert {"name": "layers", "holds": True, "detail": "3 here, 3 in the target"} in report["fits"]
 
 
 def test_tables(blockdraft: Run, tiny_drafter_dir: Path, tiny_target_dir: Path) -> None:
@@ -38,8 +38,8 @@ def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     start = Start(None, "it reads [no] such file")
     show(Report("a[bold]/b", "drafter", "zlab", {"mask_token": "[mask]"}, fits=(check,), starts={"vLLM": start}))
     shown = capsys.readouterr().out
-    for said in ("zlab: a[bold]/b", "[mask]", "3 is '[/INST]'", "vLLM: it reads [no] such file"):
-        assert said in shown, said
+    for message in ("zlab: a[bold]/b", "[mask]", "3 is '[/INST]'", "vLLM: it reads [no] such file"):
+        assert message in shown, message
 
 
 def test_what_does_not_fit(blockdraft: Run, tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:

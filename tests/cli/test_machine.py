@@ -61,11 +61,11 @@ def test_list(cache: Path, run: Run) -> None:
     lines = [line.split() for line in out.splitlines()]
     assert any(line[:4] == ["costs", "2", "0.0", "KiB"] for line in lines)
     assert any(line[:4] == ["libraries", "1", "3.0", "MiB"] for line in lines)
-    found = json.loads(run("list", "--json")[1])
+    report = json.loads(run("list", "--json")[1])
     newest = (cache / "costs" / "b.json").stat().st_mtime
-    assert found["folder"] == str(cache) and list(found["kinds"]) == list(CACHED)
-    assert found["kinds"]["costs"] == {"files": 2, "bytes": 5, "newest": pytest.approx(newest, abs=60)}
-    assert found["kinds"]["threads"] == {"files": 0, "bytes": 0, "newest": None}
+    assert report["folder"] == str(cache) and list(report["kinds"]) == list(CACHED)
+    assert report["kinds"]["costs"] == {"files": 2, "bytes": 5, "newest": pytest.approx(newest, abs=60)}
+    assert report["kinds"]["threads"] == {"files": 0, "bytes": 0, "newest": None}
 
 
 def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run) -> None:
@@ -91,15 +91,17 @@ def test_the_limit_of_packed_weights(cache: Path, run: Run) -> None:
 
 def test_models_are_cleared_only_by_name(cache: Path, run: Run) -> None:
     """They cannot be made again without a connection."""
-    held = [cache / "models" / name for name in ("a.gguf", "of-hub/config.json", "of-hub/inside/weights.safetensors")]
-    for file in held:
+    kept_files = [
+        cache / "models" / name for name in ("a.gguf", "of-hub/config.json", "of-hub/inside/weights.safetensors")
+    ]
+    for file in kept_files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("1")
     (cache / "models" / ".a.lock").touch()
     assert json.loads(run("list", "--json")[1])["kinds"]["models"]["files"] == 3
-    assert run("clear")[0] == 0 and all(file.exists() for file in held)
+    assert run("clear")[0] == 0 and all(file.exists() for file in kept_files)
     assert run("clear", "models")[1] == "models: 3 files, 0.0 KiB deleted\n"
-    assert not any(file.exists() for file in held) and not (cache / "models" / "of-hub").exists()
+    assert not any(file.exists() for file in kept_files) and not (cache / "models" / "of-hub").exists()
 
 
 def test_a_pull_that_may_be_running_is_left_alone(cache: Path, run: Run) -> None:

@@ -45,17 +45,17 @@ def test_the_list(blockdraft: Run) -> None:
 
 def test_the_list_for_programs(blockdraft: Run) -> None:
     place = put("smollm2")
-    found = {model["id"]: model for model in json.loads(blockdraft("models", "--json").out)}
-    assert found["smollm2"]["pulled"] == str(place) and found["gemma3-270m"]["pulled"] is None
-    assert found["smollm2"]["commands"][0] == "blockdraft chat --target smollm2"
-    assert found["gemma3-270m"]["commands"][0] == "blockdraft pull gemma3-270m --accept-licence"
-    assert found["qwen3-4b"]["drafters"][0]["measured"][0]["tau"]["gsm8k"] == 6.53
-    assert "licence" not in found["phi-4"]  # what is not known is left out
-    assert json.loads(blockdraft("models", "smollm2", "--json").out) == found["smollm2"]
+    report = {model["id"]: model for model in json.loads(blockdraft("models", "--json").out)}
+    assert report["smollm2"]["pulled"] == str(place) and report["gemma3-270m"]["pulled"] is None
+    assert report["smollm2"]["commands"][0] == "blockdraft chat --target smollm2"
+    assert report["gemma3-270m"]["commands"][0] == "blockdraft pull gemma3-270m --accept-licence"
+    assert report["qwen3-4b"]["drafters"][0]["measured"][0]["tau"]["gsm8k"] == 6.53
+    assert "licence" not in report["phi-4"]  # what is not known is left out
+    assert json.loads(blockdraft("models", "smollm2", "--json").out) == report["smollm2"]
 
 
 def test_one_model(blockdraft: Run) -> None:
-    said = blockdraft("models", "Qwen/Qwen3-4B").out
+    message = blockdraft("models", "Qwen/Qwen3-4B").out
     for expected in (
         "parameters        4.02 B",
         "kv heads          8",
@@ -66,7 +66,7 @@ def test_one_model(blockdraft: Run) -> None:
         "(blocks of 16, temperature 0, not thinking, https://arxiv.org/abs/2602.06036)",
         "run               blockdraft pull qwen3-4b",
     ):
-        assert expected in said
+        assert expected in message
     place = put("smollm2")
     assert f"here              {place}" in blockdraft("models", "smollm2").out
     done = blockdraft("models", "smolm2")

@@ -91,7 +91,7 @@ def test_training(blockdraft: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--device", "RTX 4091"), "did you mean RTX 4090"),
         ((*CARD, "--model", "qwen3-8"), "did you mean qwen3-8b"),
@@ -107,8 +107,8 @@ def test_training(blockdraft: Run) -> None:
         ((*CARD, "--train", "--model", "qwen3-8b", "--samples", 0), "samples must be at least 1"),
     ],
 )
-def test_bad_input(blockdraft: Run, words: tuple[str, ...], said: str) -> None:
+def test_bad_input(blockdraft: Run, words: tuple[str, ...], message: str) -> None:
     result = blockdraft("radar", *words)
     assert result.code == 2
-    assert said in result.err
+    assert message in result.err
     assert result.out == ""

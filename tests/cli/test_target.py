@@ -93,9 +93,11 @@ def test_a_folder_that_is_not_there_is_reported_before_a_drafter_is_asked_for(tm
 
 @pytest.mark.parametrize("command", ["fit", "train", "chat"])
 def test_help_is_wrapped_by_the_terminal_and_not_by_the_source(command: str) -> None:
-    [told] = [one.help for one in cli.app.registered_commands if one.callback and one.callback.__name__ == command]
-    assert told is not None and "\n\n" in told
-    assert "\n" not in told.replace("\n\n", "")
+    [message] = [
+        entry.help for entry in cli.app.registered_commands if entry.callback and entry.callback.__name__ == command
+    ]
+    assert message is not None and "\n\n" in message
+    assert "\n" not in message.replace("\n\n", "")
 
 
 def test_an_adapter_has_no_part_in_what_a_server_writes(blockdraft: Run) -> None:

@@ -41,7 +41,7 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["dflash", "--layer", "3"], "--layer is unknown; did you mean layers"),
         (["dflash", "--layers"], "--layers has no value"),
@@ -52,10 +52,10 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
         (["dflash", "nowhere.toml"], "nowhere.toml cannot be read"),
     ],
 )
-def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["train", *arguments])
-    assert isinstance(result.exception, ValueError) and told in str(result.exception)
+    assert isinstance(result.exception, ValueError) and message in str(result.exception)
     assert not list(tmp_path.iterdir())
 
 
@@ -77,10 +77,17 @@ def test_all_that_is_wrong_is_reported_before_the_target_is_loaded(
         "--objective",
         "decay=1,e=1,f=1",
     ]
-    told = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options]).exception)
-    assert told.startswith("6 things do not fit") and told.count("\n") == 6
-    for one in ("a/data.json", "b cannot", "c/hidden_states.json", "d/config.json", "'e' is unknown", "'f' is unknown"):
-        assert one in told
+    message = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options]).exception)
+    assert message.startswith("6 things do not fit") and message.count("\n") == 6
+    for entry in (
+        "a/data.json",
+        "b cannot",
+        "c/hidden_states.json",
+        "d/config.json",
+        "'e' is unknown",
+        "'f' is unknown",
+    ):
+        assert entry in message
 
 
 @pytest.mark.parametrize("name", ["target.gguf", "README.md"])
@@ -95,9 +102,11 @@ def test_files_to_begin_with_are_refused_before_the_target_is_loaded(
         writer.write_tensors_to_file()
         writer.close()
     words = ["train", "dflash", "--out", str(tmp_path / "x"), "--data", str(tiny_data_dir), "--target", "/no/such"]
-    told = str(CliRunner().invoke(app, [*words, "--init", str(tmp_path / name)]).exception)
-    assert told.startswith(f"{tmp_path / name} is ")
-    assert ("is no drafter: its architecture is llama" if name.endswith("gguf") else "is a file; give a folder") in told
+    message = str(CliRunner().invoke(app, [*words, "--init", str(tmp_path / name)]).exception)
+    assert message.startswith(f"{tmp_path / name} is ")
+    assert (
+        "is no drafter: its architecture is llama" if name.endswith("gguf") else "is a file; give a folder"
+    ) in message
 
 
 @pytest.mark.slow
@@ -146,9 +155,9 @@ def test_a_flow_map_drafts_in_as_many_passes_as_it_was_trained_to_say(
     assert result.exit_code == 0, result.exception
     shown = CliRunner().invoke(app, ["inspect", str(out), "--json"])
     assert shown.exit_code == 0, shown.exception
-    said = json.loads(shown.output)
-    assert said["about"]["architecture"] == "FlowMapDraftModel"
-    assert said["conventions"]["FlowMapDraftModel"]["diffusion_steps"] == 3
+    text = json.loads(shown.output)
+    assert text["about"]["architecture"] == "FlowMapDraftModel"
+    assert text["conventions"]["FlowMapDraftModel"]["diffusion_steps"] == 3
     answers = []
     for passes in ((), ("--draft-passes", "1"), ("--drafter", "none")):
         words = ["generate", "--target", str(tiny_target_dir), "--drafter", str(out), *passes, "--max-new-tokens", "8"]
