@@ -62,14 +62,14 @@ NOT_RUN = {
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
     "blockdraft serve --target smollm2": SERVE,
     'blockdraft generate --target smollm2 "Write a Python function that adds two numbers." --compare': PULLED,
-    "blockdraft serve --target Qwen/Qwen3-4B --drafter Qwen3-4B-DFlash": SERVE,
+    "blockdraft serve --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16": SERVE,
     "from blockdraft import Engine, load_drafter, load_target": "needs SmolLM2, or a model of the hub",
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 1 --out drafter --dry-run": FIT,
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target MODEL --drafter DRAFTER --compare "..."': FIT,
-    'blockdraft generate --target Qwen/Qwen3-8B --drafter Qwen3-8B-DFlash --compile on --compare "What is 17 plus '
-    '25?"': GPU,
+    'blockdraft generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --compile on --compare "What is 17 '
+    'plus 25?"': GPU,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
     "tests/drafters/mtp/test_target_network.py has such",
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "

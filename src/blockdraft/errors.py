@@ -9,8 +9,11 @@ BlockdraftError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class BlockdraftError(Exception):
@@ -22,23 +25,29 @@ class UsageError(BlockdraftError, ValueError):
 
 
 class Complaints:
-    """Bad input, collected so that all of it is told at once."""
+    """Errors in the input, collected and reported together."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note a `UsageError` that is raised inside, and go on behind it."""
+        """Note a `UsageError` that is raised inside, and continue after the block."""
         try:
             yield
         except UsageError as error:
             self.messages.append(str(error))
 
+    def noted(self, check: Callable[..., T], *arguments: Any) -> T | None:
+        """Call a function and return its result, or None if it raises a `UsageError`, which is noted."""
+        with self.noting():
+            return check(*arguments)
+        return None
+
     def check(self) -> None:
-        """Raise what was noted as one `UsageError`, if there is any."""
+        """Raise one `UsageError` with everything noted, if there is anything."""
         if self.messages:
-            several = "".join(f"\n- {one}" for one in self.messages)
+            several = "".join(f"\n- {message}" for message in self.messages)
             raise UsageError(
                 self.messages[0] if len(self.messages) == 1 else f"{len(self.messages)} things do not fit:{several}"
             )

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import platform
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,11 +35,30 @@ CACHED = {
     "threads": "fastest number of threads, for each target",
     MODELS: "models that `blockdraft pull` got",
 }
+LIMIT_FILE = "weights-limit"
 
 
 def cache_folder() -> Path:
     """Return the folder that `BLOCKDRAFT_CACHE` names, or else `~/.cache/blockdraft`."""
     return Path(os.environ.get("BLOCKDRAFT_CACHE") or Path.home() / ".cache" / "blockdraft")
+
+
+def weights_limit() -> int:
+    """Return the size limit of cached packed weights in bytes.
+
+    It is the one that `set_weights_limit` stored, else 20 GB, or a tenth of the disk where that is less.
+    """
+    folder = cache_folder()
+    with suppress(OSError, ValueError):
+        return int((folder / LIMIT_FILE).read_text())
+    disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return min(20 * 10**9, shutil.disk_usage(disk).total // 10)
+
+
+def set_weights_limit(size: int) -> None:
+    """Store the size limit of cached packed weights, in bytes."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    (cache_folder() / LIMIT_FILE).write_text(f"{size}\n")
 
 
 def processor() -> str:
@@ -48,7 +68,7 @@ def processor() -> str:
 
 
 def processor_name() -> str:
-    """Name of this machine's processor."""
+    """Return the name of this machine's processor."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -60,25 +80,24 @@ def processor_flags() -> frozenset[str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether processors of this machine have instructions for products of bfloat16.
+    """Return whether this machine's processors have instructions for bfloat16 products.
 
-    With them torch's products are faster than in float32; without them they are emulated and much slower.
+    With them, torch multiplies faster than in float32. Without them, it emulates bfloat16, which is much slower.
     """
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor_flags())
 
 
 def _cpuinfo(*beginnings: str) -> list[str]:
-    """Lines with these beginnings, each once, though every core repeats them."""
+    """Return the distinct lines with these beginnings. Every core repeats them."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     return [line for line in dict.fromkeys(lines) if line.startswith(beginnings)]
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Run a part of a program that imports and loads.
+    """Exclude objects made in this block from garbage collection, now and later.
 
-    What it makes is not searched for garbage, now or later: nearly all of it stays, and searching it takes a tenth of a
-    start.
+    For imports and loading: nearly all of their objects stay, and collecting them takes a tenth of a start.
     """
     gc.disable()
     try:
@@ -89,9 +108,9 @@ def uncollected() -> Iterator[None]:
 
 
 class PeakMemory:
-    """Measure the peak of this process's memory from now on, beyond what it takes now.
+    """Peak of this process's memory from now on, beyond its present memory.
 
-    It counts all resident pages, those of mapped files included. Only Linux can forget earlier peaks.
+    All resident pages count, those of mapped files included. Only Linux can reset the peak.
     """
 
     def __init__(self) -> None:
@@ -103,14 +122,14 @@ class PeakMemory:
             self._before = _process_memory("VmRSS")
 
     def bytes(self) -> int | None:
-        """Bytes of the peak; None where it cannot be measured."""
+        """Return the peak in bytes, or None where it cannot be measured."""
         return None if self._before is None else max(_process_memory("VmHWM") - self._before, 0)
 
 
 def _process_memory(name: str) -> int:
     lines = (PROCESS / "status").read_text().splitlines()
-    [found] = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return 1024 * int(found)
+    [kilobytes] = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(kilobytes)
 
 
 def _die_with_parent() -> None:
@@ -128,10 +147,7 @@ def return_freed() -> None:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Values from the CPU, or already on the device, on a device.
-
-    They go to a GPU by pinned memory, so that the host does not wait for the GPU's earlier work.
-    """
+    """Return values on a device. Copies to a GPU use pinned memory, so that the host does not wait for it."""
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     # Expanded tensors cannot be pinned, so it is made contiguous. Torch keeps the memory until it has been copied.
@@ -147,7 +163,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a device's memory that this process may still take."""
+    """Return the bytes of a device's memory that this process may still take."""
     if device.type == "cuda":
         import torch
 
@@ -158,15 +174,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_bytes() -> Iterator[int]:
-    """Yield the bytes that each control group of this process leaves free, and each group above it.
-
-    Containers limit memory by control groups.
+    """Yield the free bytes of each control group of this process and of the groups above it, as containers set them.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
     """
     lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else []
     for line in lines:
-        number, controllers, name = line.split(":", 2)
+        number, controllers, group_name = line.split(":", 2)
         if number == "0":
             root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -174,12 +188,12 @@ def _cgroup_bytes() -> Iterator[int]:
             root = CGROUPS / "memory"
         else:
             continue
-        group = root / name.strip("/")
+        group = root / group_name.strip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
             try:
-                limit, used = ((folder / each).read_text().strip() for each in names[:2])
+                limit, used = ((folder / name).read_text().strip() for name in names[:2])
                 pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 cached = dict(pairs).get(names[2], "0")  # cached files, which the system drops when memory is needed
             except OSError:

@@ -158,7 +158,8 @@ def _sentence(kind: Any, name: str, faults: Sequence[Any]) -> str:
         return f"{name} is missing."
     if "error" in first.get("ctx", {}):
         return str(first["ctx"]["error"])
-    hint = get_type_hints(kind).get(name)
+    hint = _hints(kind).get(name)
+    hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     is_union = get_origin(hint) in (Union, types.UnionType) and len({*get_args(hint)} - {type(None)}) > 1
     # In a union, the second part of a location is the type that was tried.
     places = ["".join(f"[{part}]" for part in fault["loc"][1 + is_union :]) for fault in faults]
@@ -189,7 +190,7 @@ def from_text(kind: type, name: str, text: str | Sequence[str], none: bool = Tru
     Raises:
         SettingsError: The text is no value of the field.
     """
-    hint = get_type_hints(kind, include_extras=True)[name]
+    hint = _hints(kind)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
     readings: list[Any] = [text]
     if isinstance(text, str):
@@ -267,22 +268,26 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
     return made
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
 def field_info(kind: type, name: str) -> FieldInfo:
     """Return type, default, description and metadata of a field. A subclass may change a default alone."""
-    found: FieldInfo | None = None
+    first: FieldInfo | None = None
     for owner in kind.__mro__:
         if name not in owner.__dict__.get("__annotations__", {}):
             continue
-        hint = get_type_hints(owner, include_extras=True)[name]
         field = next(field for field in dataclasses.fields(owner) if field.name == name)
         default: Any = field.default if isinstance(field.default, FieldInfo) else field
-        info = FieldInfo.from_annotated_attribute(hint, default)
-        found = found or info
+        info = FieldInfo.from_annotated_attribute(_hints(owner)[name], default)
+        first = first or info
         if info.description is not None:
-            found.description = info.description
+            first.description = info.description
             break
-    assert found is not None
-    return found
+    assert first is not None
+    return first
 
 
 def describe(kind: type, name: str) -> str:

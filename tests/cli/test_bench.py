@@ -13,7 +13,7 @@ import pytest
 from blockdraft.cli import display
 from blockdraft.evaluation import report, speed
 
-METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "step_cost", "identical", "looping"}
+METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "step_cost", "identical"}
 METHODS = ["none", "chain", "chain:3"]
 
 
@@ -42,18 +42,21 @@ def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = bench("--out", out, "--no-pictures", "--tree-budget", 5, "--seed", 3)
     assert result.code == 0
-    found = json.loads((out / "results.json").read_text())
-    assert list(found["methods"]) == METHODS and list(found["sets"]) == ["first", "second"]
-    for methods in (found["methods"], *(one["methods"] for one in found["sets"].values())):
+    output = json.loads((out / "results.json").read_text())
+    assert list(output["methods"]) == METHODS and list(output["sets"]) == ["first", "second"]
+    for methods in (output["methods"], *(entry["methods"] for entry in output["sets"].values())):
         assert list(methods) == METHODS
-        for one in methods.values():
-            assert one.keys() > METHOD_KEYS
-            assert len(one["tokens_per_second_by_repeat"]) == 2
-            assert (one["identical"], one["looping"]) == (1.0, 0.0)
-    assert found["methods"]["none"]["tau"] == found["methods"]["none"]["speedup"] == 1.0
-    assert len(found["methods"]["chain:3"]["acceptance_by_position"]) == 2
-    assert {name: one["methods"]["none"]["prompts"] for name, one in found["sets"].items()} == {"first": 2, "second": 1}
-    arguments = found["arguments"]
+        for entry in methods.values():
+            assert entry.keys() > METHOD_KEYS
+            assert len(entry["tokens_per_second_by_repeat"]) == 2
+            assert entry["identical"] == 1.0
+    assert output["methods"]["none"]["tau"] == output["methods"]["none"]["speedup"] == 1.0
+    assert len(output["methods"]["chain:3"]["acceptance_by_position"]) == 2
+    assert {name: entry["methods"]["none"]["prompts"] for name, entry in output["sets"].items()} == {
+        "first": 2,
+        "second": 1,
+    }
+    arguments = output["arguments"]
     assert arguments["methods"] == METHODS and (arguments["seed"], arguments["tree_budget"]) == (3, 5)
     assert (arguments["dtype"], arguments["device"], arguments["limit"]) == ("float32", "cpu", None)
     assert arguments["kinds"] == {"none": "none", "chain": "dflash", "chain:3": "dflash"}
@@ -65,24 +68,24 @@ def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
 
 def test_json(bench: Run) -> None:
     result = bench("--json", "--limit", 1, "--batch-size", 2, "--temperature", 1, "--methods", "none")
-    found = json.loads(result.out)
+    output = json.loads(result.out)
     assert result.code == 0
-    assert list(found["methods"]) == ["none"]
-    assert (found["methods"]["none"]["prompts"], found["methods"]["none"]["identical"]) == (2, 1.0)
-    assert type(found["arguments"]["seed"]) is int
+    assert list(output["methods"]) == ["none"]
+    assert (output["methods"]["none"]["prompts"], output["methods"]["none"]["identical"]) == (2, 1.0)
+    assert type(output["arguments"]["seed"]) is int
 
 
 def test_sampled_answers_are_compared_where_a_seed_decides_them(bench: Run) -> None:
     methods = "chain,tree:4,chain-sampled"
-    found = json.loads(bench("--json", "--limit", 1, "--repeats", 1, "--temperature", 1, "--methods", methods).out)
-    shares = {name: one["identical"] for name, one in found["methods"].items()}
+    output = json.loads(bench("--json", "--limit", 1, "--repeats", 1, "--temperature", 1, "--methods", methods).out)
+    shares = {name: entry["identical"] for name, entry in output["methods"].items()}
     assert shares == {"none": 1.0, "chain": 1.0, "tree:4": 1.0, "chain-sampled": None}
 
 
 def test_drafters_by_folder_and_trees(bench: Run, tiny_drafter_dir: Path) -> None:
-    found = json.loads(bench("--json", "--repeats", 1, "--methods", f"tree:4,{tiny_drafter_dir}:2").out)
-    assert list(found["methods"]) == ["none", "tree:4", f"{tiny_drafter_dir}:2"]
-    assert len(found["methods"][f"{tiny_drafter_dir}:2"]["acceptance_by_position"]) == 1
+    output = json.loads(bench("--json", "--repeats", 1, "--methods", f"tree:4,{tiny_drafter_dir}:2").out)
+    assert list(output["methods"]) == ["none", "tree:4", f"{tiny_drafter_dir}:2"]
+    assert len(output["methods"][f"{tiny_drafter_dir}:2"]["acceptance_by_position"]) == 1
 
 
 def test_results_are_not_overwritten_unasked(bench: Run, tmp_path: Path) -> None:
@@ -178,12 +181,12 @@ def test_profile(bench: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = bench("--out", tmp_path, "--profile", "--draft-window", 3)
     assert result.code == 0
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert list(found["profiles"]) == METHODS and found["arguments"]["draft_window"] == 3
-    assert found["profiles"]["none"]["seconds"]["draft pass"] == 0 < found["profiles"]["none"]["host"] < 1
+    output = json.loads((tmp_path / "results.json").read_text())
+    assert list(output["profiles"]) == METHODS and output["arguments"]["draft_window"] == 3
+    assert output["profiles"]["none"]["seconds"]["draft pass"] == 0 < output["profiles"]["none"]["host"] < 1
     assert re.search(r"^draft pass +0\.000 \( 0\.0\) +\d\.\d{3} \([ \d]\d\.\d\)", result.out, re.M)
     shares = re.search(r"^host +\S+ \( *(\S+)\)", result.out, re.M)
-    assert shares and float(shares[1]) == pytest.approx(100 * found["profiles"]["none"]["host"], abs=0.06)
+    assert shares and float(shares[1]) == pytest.approx(100 * output["profiles"]["none"]["host"], abs=0.06)
     assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
     bench("--out", tmp_path, "--overwrite", "--limit", 1, "--repeats", 1)
     assert not (tmp_path / "profile.png").exists()
@@ -198,32 +201,32 @@ def test_bits_of_drafters_are_reported(
     raw = json.loads((four / "config.json").read_text())
     (four / "config.json").write_text(json.dumps(raw | {"qat_bits": 4}))
     methods = ("chain:4", f"{four}:4", f"{four}+chain:4", "prompt_lookup+chain:4")
-    found = bench("--out", tmp_path, "--methods", ",".join(methods), "--repeats", 1, "--quantize", "int8")
+    output = bench("--out", tmp_path, "--methods", ",".join(methods), "--repeats", 1, "--quantize", "int8")
     bits = json.loads(few.read_text())["arguments"]["drafter_bits"]
-    assert found.code == 0 and bits == {"none": None} | dict(zip(methods, (8, 4, [4, 8], 8), strict=True))
-    assert "Drafter dflash, which has weights of 8 bits: chain:4\n" in found.out
-    assert "Drafter eagle3+dflash, which has weights of 4 bits, 8 bits: " in found.out
-    assert "Drafter prompt_lookup+dflash, which has weights of 8 bits: " in found.out
+    assert output.code == 0 and bits == {"none": None} | dict(zip(methods, (8, 4, [4, 8], 8), strict=True))
+    assert "Drafter dflash, which has weights of 8 bits: chain:4\n" in output.out
+    assert "Drafter eagle3+dflash, which has weights of 4 bits, 8 bits: " in output.out
+    assert "Drafter prompt_lookup+dflash, which has weights of 8 bits: " in output.out
 
 
 def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     few = ("--repeats", 1, "--drafter", tiny_drafter_dir, "--draft-vocab", 40)
-    found = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
-    assert found.code == 0 and re.search(r"^chain:4 .* 100 ", found.out, re.M)
-    assert "\nDrafter dflash, which proposes 40 of 265 tokens: chain:4\n" in found.out
+    output = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
+    assert output.code == 0 and re.search(r"^chain:4 .* 100 ", output.out, re.M)
+    assert "\nDrafter dflash, which proposes 40 of 265 tokens: chain:4\n" in output.out
     arguments = json.loads((tmp_path / "results.json").read_text())["arguments"]
     assert (arguments["draft_vocab"], arguments["vocab_size"]) == ("40", 265)
     assert arguments["draft_vocabs"] == {"none": None, "prompt_lookup:auto": None, "chain:4": 40}
     assert arguments["drafter_bits"] == dict.fromkeys(arguments["draft_vocabs"])
-    found = bench("--methods", "none,prompt_lookup", *few)
-    assert found.code == 2 and "no method has a drafter with a network" in found.err
-    found = bench("--methods", "none,chain:4", *few[:-1], "no.json")
-    assert found.code == 2 and "--draft-vocab is 'no.json', which is no file" in found.err
+    output = bench("--methods", "none,prompt_lookup", *few)
+    assert output.code == 2 and "no method has a drafter with a network" in output.err
+    output = bench("--methods", "none,chain:4", *few[:-1], "no.json")
+    assert output.code == 2 and "--draft-vocab is 'no.json', which is no file" in output.err
 
 
-def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path) -> None:
     model = ("--drafter", tiny_target_dir, "--drafter-device", "cpu", "--draft-ahead", 2)
-    found = bench("--repeats", 1, "--methods", "chain:4", *model)
-    assert found.code == 0 and re.search(r"Drafted ahead: \d+ of \d+ outcomes", found.err)
-    found = bench("--repeats", 1, "--methods", "prompt_lookup", *model)
-    assert found.code == 2 and "prompt_lookup cannot run on cpu" in found.err
+    output = bench("--repeats", 1, "--methods", "chain:4", *model)
+    assert output.code == 0 and re.search(r"Drafted ahead: \d+ of \d+ outcomes", output.err)
+    output = bench("--repeats", 1, "--methods", "prompt_lookup", *model)
+    assert output.code == 2 and "prompt_lookup cannot run on cpu" in output.err

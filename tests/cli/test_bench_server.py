@@ -49,10 +49,15 @@ def test_written_and_printed(bench: Run, fake: str, tmp_path: Path, monkeypatch:
     result = bench(*options)
     assert (result.code, result.err.splitlines()[-1]) == (0, "first, temperature 1, 2 at a time: 12 of 12 requests")
     assert "fake-model" in result.out and " 2.50 " in result.out
-    found = json.loads((out / "server.json").read_text())
-    assert [(one["temperature"], one["concurrency"]) for one in found["levels"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert found["arguments"]["seed"] == 3 and found["arguments"]["concurrency"] == [1, 2]
-    assert "secret" not in json.dumps(found)
+    report = json.loads((out / "server.json").read_text())
+    assert [(entry["temperature"], entry["concurrency"]) for entry in report["levels"]] == [
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+    ]
+    assert report["arguments"]["seed"] == 3 and report["arguments"]["concurrency"] == [1, 2]
+    assert "secret" not in json.dumps(report)
     assert len(list(csv.DictReader((out / "server.csv").read_text().splitlines()))) == 4
     again = bench(*options)
     assert again.code == 2 and "server.json exists" in again.err
@@ -79,8 +84,8 @@ def test_a_server_that_hangs_leaves_the_levels_before(bench: Run, tmp_path: Path
         and "--silence SECONDS" in result.err
         and f"in {out}." in result.err
     )
-    for found in (json.loads(result.out), json.loads((out / "server.json").read_text())):
-        assert [level["prompt_set"] for level in found["levels"]] == ["first"] and "hang" in found["stopped"]
+    for report in (json.loads(result.out), json.loads((out / "server.json").read_text())):
+        assert [level["prompt_set"] for level in report["levels"]] == ["first"] and "hang" in report["stopped"]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +127,12 @@ def test_our_own_server(bench: Run, tiny_target_dir: Path, tiny_drafter_dir: Pat
         options = (url, "--against", other, "--max-new-tokens", 12, "--concurrency", "1,4", "--json")
         result = bench(*options, "--temperature", "0,1")
     assert result.code == 0, result.err
-    found = json.loads(result.out)
-    assert found["equality"] == {"prompts": 2, "identical": 2, "differences": []}
-    assert [about["engine"] for about in found["servers"].values()] == ["blockdraft"] * 2
-    assert [about["prefix_caching"] for about in found["servers"].values()] == [False, False]
-    assert len(found["levels"]) == 8
-    for level in found["levels"]:
+    report = json.loads(result.out)
+    assert report["equality"] == {"prompts": 2, "identical": 2, "differences": []}
+    assert [about["engine"] for about in report["servers"].values()] == ["blockdraft"] * 2
+    assert [about["prefix_caching"] for about in report["servers"].values()] == [False, False]
+    assert len(report["levels"]) == 8
+    for level in report["levels"]:
         assert level["failed"] == 0 and level["tokens_per_second"] > 0
         drafts = level["server"] == "url"
         assert bool(level["acceptance_by_position"]) == drafts and level["tau"] >= 1

@@ -60,19 +60,19 @@ def test_measured_and_gone_on_with(
         ended = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B")
     assert ended.code == 130 and f"resumes from {out}" in ended.err
     first = json.loads((out / "suite.json").read_text())["rows"]
-    assert [(one["task"], one["method"]) for one in first] == [("math500", "none"), ("math500", "chain")]
+    assert [(entry["task"], entry["method"]) for entry in first] == [("math500", "none"), ("math500", "chain")]
     asked.clear()
     done = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B")
     assert done.code == 0 and len(asked) == 2 + 4 + 8 + 6
-    found = json.loads((out / "suite.json").read_text())
-    assert found["rows"][:2] == first and len(found["rows"]) == 8
-    assert [one["answers"] for one in found["rows"]] == [3, 3, 2, 2] * 2
-    assert {one["identical"] for one in found["rows"]} == {1.0}
-    assert found["paper"]["temperature 1"]["DFlash (16)"]["math500"] == {"speedup": 4.84, "tau": 6.40}
+    report = json.loads((out / "suite.json").read_text())
+    assert report["rows"][:2] == first and len(report["rows"]) == 8
+    assert [entry["answers"] for entry in report["rows"]] == [3, 3, 2, 2] * 2
+    assert {entry["identical"] for entry in report["rows"]} == {1.0}
+    assert report["paper"]["temperature 1"]["DFlash (16)"]["math500"] == {"speedup": 4.84, "tau": 6.40}
     assert done.out.count("MATH-500") == 2 and "6.08/7.87" in done.out and "4.84/6.40" in done.out
     asked.clear()
     again = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B", "--json")
-    assert not asked and json.loads(again.out)["rows"] == found["rows"]
+    assert not asked and json.loads(again.out)["rows"] == report["rows"]
     other = bench("--out", out, "--limit", 1)
     assert other.code == 2 and "is of another run: limit was None and is 1" in other.err
     assert bench("--out", out, "--limit", 1, "--overwrite", "--tasks", "math500").code == 0
@@ -85,9 +85,9 @@ def test_second_turns_follow_the_answer(bench: Run, asked: list[Any], tiny_targe
     assert bench("--tasks", "mt-bench", "--seed", 5, "--temperature", 1).code == 0
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
     texts = [tokenizer.decode(prompt) for prompt, _ in asked[2:]]
-    one, two = "<|im_start|>user\nOne.<|im_end|>\n", "<|im_start|>user\nTwo.<|im_end|>\n<|im_start|>assistant\n"
-    assert texts[0] == texts[1] == f"{one}<|im_start|>assistant\n"
-    assert texts[2] == texts[3] and texts[2].startswith(one) and texts[2].endswith(two)
+    entry, two = "<|im_start|>user\nOne.<|im_end|>\n", "<|im_start|>user\nTwo.<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[0] == texts[1] == f"{entry}<|im_start|>assistant\n"
+    assert texts[2] == texts[3] and texts[2].startswith(entry) and texts[2].endswith(two)
     assert [params.seed for _, params in asked] == [5] * 6
 
 
@@ -104,5 +104,5 @@ def test_second_turns_follow_the_answer(bench: Run, asked: list[Any], tiny_targe
     ],
 )
 def test_bad_input(bench: Run, args: list[str], message: str) -> None:
-    found = bench(*args)
-    assert (found.code, found.out) == (2, "") and message in found.err, found.err
+    report = bench(*args)
+    assert (report.code, report.out) == (2, "") and message in report.err, report.err

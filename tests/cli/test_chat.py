@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -14,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standard_stream import ESCAPES, Stream
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from standard_stream import ESCAPES
+from transformers import AutoTokenizer
 
-from blockdraft import cli
-from blockdraft.cli import talk
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Conversation, Engine, Request
-from blockdraft.errors import RequestError
-from blockdraft.targets import Target, load_target
+from blockdraft.engine import Engine
+from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
 GREEN = "\x1b[32m"
@@ -29,47 +29,26 @@ GREEN = "\x1b[32m"
 Chat = Callable[..., tuple[int, str, str]]
 
 
+CLEAR = "\x01\x0b"  # keys that empty the line
+
+
 @pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path, own_cache: Path) -> Chat:
+def chat(blockdraft: Chat, tiny_target_dir: Path, tiny_drafter_dir: Path, own_cache: Path) -> Chat:
     """Runs `blockdraft chat` on the tiny pair, 20 tokens an answer; later options win.
 
-    `typed` are lines at a terminal, and exceptions such as Ctrl-C; else `stdin` comes through a pipe. Returns exit
-    code, output and errors.
+    `keys` are typed at a terminal, and Ctrl-D after them; else `stdin` comes through a pipe.
     """
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("NO_COLOR", raising=False)
 
-    def blockdraft_chat(*args: object, stdin: str | bytes = "", typed: list[Any] | None = None) -> tuple[int, str, str]:
-        given = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
-        arguments = ["blockdraft", "chat", *given, "--max-new-tokens", "20", "--compile", "off", *args]
-        out, err = Stream(terminal=typed is not None), Stream()
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", [str(argument) for argument in arguments])
-            content = stdin if isinstance(stdin, bytes) else stdin.encode()
-            patch.setattr(sys, "stdin", Stream(content, typed is not None))
-            patch.setattr(sys, "stdout", out)
-            patch.setattr(sys, "stderr", err)
-            if typed is not None:
-                patch.setattr(talk, "_terminal_reader", lambda: typist(typed))
-            with pytest.raises(SystemExit) as exit_info:
-                cli.main()
-        return int(exit_info.value.code or 0), out.text(), err.text()
+    def blockdraft_chat(*args: object, keys: str | None = None, **pipe: Any) -> tuple[int, str, str]:
+        given = ("chat", "--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
+        given += ("--max-new-tokens", 20, "--compile", "off")
+        if keys is None:
+            return blockdraft(*given, *args, **pipe)
+        with create_pipe_input() as keyboard, create_app_session(keyboard, DummyOutput()):
+            keyboard.send_text(f"{keys}{CLEAR}\x04")
+            return blockdraft(*given, *args, terminal=True, typing=True)
 
     return blockdraft_chat
-
-
-def typist(lines: list[Any]) -> Callable[[str, str], str]:
-    """Types these; a function makes a line of the draft that it finds."""
-    left = iter(lines)
-
-    def read(prompt: str, draft: str) -> str:
-        line = next(left, EOFError())
-        if isinstance(line, BaseException):
-            raise line
-        return line(draft) if callable(line) else line  # type: ignore[no-any-return]
-
-    return read
 
 
 @pytest.fixture
@@ -92,7 +71,7 @@ def answers(tiny_target_dir: Path) -> Callable[..., list[str]]:
 def test_drafters_run_as_the_other_commands_have_them(chat: Chat) -> None:
     plain, few = chat(stdin="Tom has 3 pens.\n"), chat("--draft-vocab", 40, stdin="Tom has 3 pens.\n")
     assert plain[0] == few[0] == 0 and plain[1] == few[1]
-    assert "target, the drafter proposes 40 of 265 tokens. /help lists" in chat("--draft-vocab", 40, typed=[])[1]
+    assert "target, the drafter proposes 40 of 265 tokens. /help lists" in chat("--draft-vocab", 40, keys="")[1]
     code, _, err = chat("--draft-vocab", 266, stdin="Tom has 3 pens.\n")
     assert code == 2 and "--draft-vocab is 266; it must be from 1 to 265" in err
     code, _, err = chat("--drafter-device", "cpu", stdin="Tom has 3 pens.\n")
@@ -102,7 +81,7 @@ def test_drafters_run_as_the_other_commands_have_them(chat: Chat) -> None:
 def test_a_pipe_gets_the_answers_and_nothing_else(chat: Chat, answers: Callable[..., list[str]]) -> None:
     first, second = answers("hello", "and then?")
     assert chat(stdin="hello\n\nand then?\n") == (0, f"{first}\n{second}\n", "")
-    assert chat(stdin="hello\nand then?") == (0, f"{first}\n{second}\n", "")
+    assert chat(stdin="hello\r\nand then?\r\n") == (0, f"{first}\n{second}\n", "")
 
 
 def test_messages_of_several_lines(chat: Chat, answers: Callable[..., list[str]]) -> None:
@@ -176,7 +155,7 @@ def test_a_terminal_shows_colours_speeds_and_what_was_read(
     chat: Chat, answers: Callable[..., list[str]], tiny_target_dir: Path
 ) -> None:
     # The target as its own drafter drafts every token right.
-    code, out, err = chat("--drafter", tiny_target_dir, "--block-size", 4, typed=["hello", "and then?"])
+    code, out, err = chat("--drafter", tiny_target_dir, "--block-size", 4, keys="hello\rand then?\r")
     first, second = answers("hello", "and then?")
     shown = ESCAPES.sub("", out)
     assert (code, err) == (0, "") and first in shown and second in shown
@@ -195,92 +174,42 @@ def test_a_terminal_shows_colours_speeds_and_what_was_read(
 def test_in_a_terminal_what_goes_wrong_is_reported_and_the_message_stays(
     chat: Chat, answers: Callable[..., list[str]]
 ) -> None:
-    drafts: list[str] = []
-
-    def again(draft: str) -> str:
-        drafts.append(draft)
-        return draft[:5]
-
-    code, out, _ = chat(typed=["hello" * 60, again, "/save", "/undo", again, KeyboardInterrupt(), "/exit"])
+    shorten = "\x01" + "\x06" * 5 + "\x0b\r"
+    keys = "hello" * 60 + f"\r{shorten}/save\r{CLEAR}/undo\r\r\x03/exit\r"
+    code, out, _ = chat(keys=keys)
     shown = ESCAPES.sub("", out)
-    assert code == 0 and drafts == ["hello" * 60, "hello"]
+    assert code == 0
     assert "there is room for 256" in shown and "/drop drops" in shown and "error: /save needs" in shown
     assert shown.count(answers("hello")[0]) == 2 and "Ctrl-D or /exit" in shown
 
 
 def test_a_full_context_is_reported(chat: Chat) -> None:
-    _, out, _ = chat("--max-new-tokens", 500, "--repetition-penalty", 1.2, typed=["hello" * 30])
+    _, out, _ = chat("--max-new-tokens", 500, "--repetition-penalty", 1.2, keys="hello" * 30 + "\r")
     assert "The context is full, so the answer is cut. /drop drops" in ESCAPES.sub("", out)
-    _, out, _ = chat(typed=["hello"])
+    _, out, _ = chat(keys="hello\r")
     assert "The answer is cut at 20 tokens; --max-new-tokens allows more." in ESCAPES.sub("", out)
 
 
-def test_an_answer_that_fails_leaves_the_chat_as_it_was(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    extend, failures = Request.extend, iter([True])
-
-    def failing(self: Request, *args: Any) -> int:
-        taken = extend(self, *args)
-        if next(failures, False):
-            self.fail(RequestError("the tokenizer failed"))
-        return taken
-
-    monkeypatch.setattr(Request, "extend", failing)
-    code, out, _ = chat(typed=["hello", lambda draft: draft + " again"])
+def test_an_answer_that_fails_leaves_the_chat_as_it_was(
+    chat: Chat, answers: Callable[..., list[str]], altered: Callable[..., Path], tiny_target_dir: Path
+) -> None:
+    [nan] = AutoTokenizer.from_pretrained(tiny_target_dir)("Q")["input_ids"]
+    broken = ("--target", altered(nan_token=nan), "--drafter", "none")
+    code, out, _ = chat(*broken, keys="helloQ\r\x7f\r")
     shown = ESCAPES.sub("", out)
-    assert code == 0 and "error: the tokenizer failed" in shown
-    [read] = re.findall(r"read (\d+) tokens, remembered 0, ", shown)
-    [alone] = re.findall(r"read (\d+) tokens, remembered 0, ", ESCAPES.sub("", chat(typed=["hello again"])[1]))
-    assert read == alone
+    assert code == 0 and "error: " in shown and answers("hello")[0] in shown and " remembered 0," in shown
+    assert chat(*broken, stdin="helloQ\nhello\n")[0] == 1
 
 
-def test_without_chat_template_text_goes_on(chat: Chat, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = cli.target.load
-
-    def bare(*args: Any, **how: Any) -> Target:
-        target = load(*args, **how)
-        assert target.tokenizer is not None
-        target.tokenizer.chat_template = None
-        return target
-
-    monkeypatch.setattr(cli.target, "load", bare)
-    code, out, err = chat(stdin="once upon\n a time\n")
-    target = load_target(tiny_target_dir, device="cpu", compile="off")
-    assert target.tokenizer is not None
-    target.tokenizer.chat_template = None
+def test_without_chat_template_text_goes_on(chat: Chat, altered: Callable[..., Path]) -> None:
+    bare = altered(without="chat_template.jinja")
+    code, out, err = chat("--target", bare, stdin="once upon\n a time\n")
+    target = load_target(bare, device="cpu", compile="off")
     engine, params = Engine(target, load_drafter("none", target=target)), SamplingParams(max_new_tokens=20)
     [first] = engine.generate(["once upon"], params)
     [second] = engine.generate([f"once upon{first.text} a time"], params)
     assert (code, out) == (0, f"{first.text}\n{second.text}\n") and "no chat template" in err
-    assert chat("--system", "x", stdin="hello\n")[0] == 2
-
-
-def test_ctrl_c_stops_the_answer_and_keeps_the_chat(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, kept = Conversation.ask, []
-
-    def interrupted(self: Conversation, text: str, params: SamplingParams, listener: Any) -> Any:
-        def listen(chunk: Any) -> None:
-            listener(chunk)
-            if chunk.finish_reason is None:  # wait until Ctrl-C has come, or it might come too late
-                os.kill(os.getpid(), signal.SIGINT)
-                while not turn.request.cancelled:
-                    time.sleep(0.001)
-
-        self._pending = turn = ask(self, text, params)  # type: ignore[attr-defined]
-        turn.request.listener = listen
-        return turn
-
-    def keep(self: Conversation, turn: Any) -> Any:
-        kept.append(keep_as_ever(self, turn))
-        return kept[-1]
-
-    keep_as_ever = Conversation.keep
-    monkeypatch.setattr(Conversation, "ask", interrupted)
-    monkeypatch.setattr(Conversation, "keep", keep)
-    before = signal.getsignal(signal.SIGINT)
-    code, out, _ = chat("--max-new-tokens", 200, typed=["hello", "and then?"])
-    assert code == 0 and [completion.finish_reason for completion in kept] == ["cancelled"] * 2
-    assert "Stopped; the chat goes on" in ESCAPES.sub("", out)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert chat("--target", bare, "--system", "x", stdin="hello\n")[0] == 2
 
 
 class Terminal:
@@ -306,14 +235,14 @@ class Terminal:
     def wait_for(self, pattern: str, seconds: float = 120) -> str:
         """Read until it is shown; returns what came up to it, which is then forgotten."""
         deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.shown)):
+        while not (report := re.search(pattern, self.shown)):
             ready, _, _ = select.select([self._end], [], [], max(deadline - time.monotonic(), 0))
             assert ready, f"{pattern!r} is not in {self.shown!r}"
             try:
                 self.shown += ESCAPES.sub("", os.read(self._end, 65536).decode(errors="replace"))
             except OSError:  # it has ended
                 raise AssertionError(f"{pattern!r} is not in {self.shown!r}") from None
-        before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        before, self.shown = self.shown[: report.end()], self.shown[report.end() :]
         return before
 
     def close(self) -> None:
@@ -362,6 +291,11 @@ def test_a_chat_in_a_real_terminal(terminal: Terminal, tmp_path: Path) -> None:
 def test_ctrl_c_in_a_real_terminal(terminal: Terminal) -> None:
     terminal.wait_for(">")
     terminal.type("Write a solution to the following problem: def f(x): " + "sum of x and y. " * 10 + "\r")
+    terminal.wait_for(r"\n\w+")
+    terminal.type("\x03")
+    terminal.wait_for("Stopped; the chat goes on")
+    terminal.wait_for(">")
+    terminal.type("Count from 1 to 100.\r")
     terminal.wait_for(r"\n\w+")
     terminal.type("\x03")
     terminal.wait_for("Stopped; the chat goes on")

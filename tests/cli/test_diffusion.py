@@ -46,9 +46,9 @@ def test_from_a_target_to_an_answer(tiny_target_dir: Path, run: Run) -> None:
     code, out, err = run(*given, "--steps", 4)
     assert code == 0 and "Resuming from step 3" in err and "step 4 of 4" in err
     code, out, err = run("perplexity", "text.txt", "--model", "trained", "--json", "--draws", 4, "--length", 16)
-    found = json.loads(out)
-    assert code == 0 and found["low"] < found["perplexity"] < found["high"] and not found["exact"]
-    assert found["draws"] == 4 and 2 ** found["bits_per_token"] == pytest.approx(found["perplexity"])
+    report = json.loads(out)
+    assert code == 0 and report["low"] < report["perplexity"] < report["high"] and not report["exact"]
+    assert report["draws"] == 4 and 2 ** report["bits_per_token"] == pytest.approx(report["perplexity"])
     code, out, err = run("generate", "--model", "trained", "--max-new-tokens", 10, "the thing")
     assert code == 0 and out.endswith("\n")
 
@@ -58,27 +58,27 @@ def test_perplexity_in_words(model: Path, run: Run) -> None:
     assert code == 0 and out.startswith("perplexity at most ") and "8 draws" in out
     code, out, _ = run("perplexity", "text.txt", "--model", model, "--length", 32, "--block-size", 1)
     assert code == 0 and out.startswith("perplexity ") and "at most" not in out and "draws" not in out
-    found = json.loads(run("perplexity", "text.txt", "--model", model, "--block-size", 1, "--json")[1])
-    assert found["exact"] and found["low"] == found["high"] == found["perplexity"]
+    report = json.loads(run("perplexity", "text.txt", "--model", model, "--block-size", 1, "--json")[1])
+    assert report["exact"] and report["low"] == report["high"] == report["perplexity"]
 
 
 def test_answers_as_json(model: Path, run: Run) -> None:
     how = ("generate", "--model", model, "--max-new-tokens", 9, "--seed", 1, "--ignore-eos", "--json")
     code, out, _ = run(*how, "--strategy", "left_to_right", "--show-steps", "hi")
-    found = json.loads(out)
-    assert code == 0 and len(found["token_ids"]) == 9 and found["finish_reason"] == "length"
-    assert found["forwards"] >= 9 and found["tokens_per_forward"] == pytest.approx(9 / found["forwards"])
-    assert found["steps"][-1][-1] is None or found["steps"][-1][-1] == found["token_ids"][-1]
-    assert json.loads(run(*how, "--strategy", "threshold=0", "hi")[1])["forwards"] < found["forwards"]
+    report = json.loads(out)
+    assert code == 0 and len(report["token_ids"]) == 9 and report["finish_reason"] == "length"
+    assert report["forwards"] >= 9 and report["tokens_per_forward"] == pytest.approx(9 / report["forwards"])
+    assert report["steps"][-1][-1] is None or report["steps"][-1][-1] == report["token_ids"][-1]
+    assert json.loads(run(*how, "--strategy", "threshold=0", "hi")[1])["forwards"] < report["forwards"]
 
 
 def test_many_prompts(model: Path, run: Run) -> None:
     Path("prompts.jsonl").write_text('{"prompt": "hi"}\n{"turns": ["a longer one", "x"]}\n')
     how = ("generate", "--model", model, "--max-new-tokens", 7, "--ignore-eos", "--seed", 3)
     code, out, _ = run(*how, "--prompts", "prompts.jsonl")
-    found = sorted((json.loads(line) for line in out.splitlines()), key=lambda one: one["index"])
-    assert code == 0 and [one["index"] for one in found] == [0, 1]
-    assert json.loads(run(*how, "--json", "hi")[1])["token_ids"] == found[0]["token_ids"]
+    report = sorted((json.loads(line) for line in out.splitlines()), key=lambda entry: entry["index"])
+    assert code == 0 and [entry["index"] for entry in report] == [0, 1]
+    assert json.loads(run(*how, "--json", "hi")[1])["token_ids"] == report[0]["token_ids"]
     code, _, err = run(*how, "--prompts", "prompts.jsonl", "hi")
     assert code == 2 and "--prompts prompts.jsonl and a prompt exclude each other" in err
 
@@ -98,10 +98,10 @@ def test_gaps(model: Path, run: Run) -> None:
     assert "tokens after the gap are in other blocks, so it does not see them; --block-size " in err
     size = int(err.split("--block-size ")[1].split()[0])
     code, out, err = run(*how, "--json", "--show-steps", "--block-size", size)
-    found = json.loads(out)
-    assert (code, err) == (0, "") and len(found["gap_token_ids"]) == 3 and len(found["token_ids"]) == size
-    assert found["tokens_per_forward"] == pytest.approx(3 / found["forwards"])
-    assert None not in found["steps"][-1] and found["steps"][-1] == found["token_ids"]
+    report = json.loads(out)
+    assert (code, err) == (0, "") and len(report["gap_token_ids"]) == 3 and len(report["token_ids"]) == size
+    assert report["tokens_per_forward"] == pytest.approx(3 / report["forwards"])
+    assert None not in report["steps"][-1] and report["steps"][-1] == report["token_ids"]
 
 
 def test_drawn_steps(model: Path, run: Run) -> None:
@@ -139,7 +139,7 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["generate", "--model", "nowhere", "hi"], "nowhere has no config.json of a model"),
         (["generate", "--model", "MODEL", "--strategy", "x", "hi"], "strategy is 'x'; use one of first_hitting"),
@@ -182,6 +182,6 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         ),
     ],
 )
-def test_bad_input(args: list[str], told: str, model: Path, run: Run) -> None:
-    code, out, err = run(*(model if each == "MODEL" else each for each in args))
-    assert (code, out) == (2, "") and told in err and not Path("x").exists()
+def test_bad_input(args: list[str], message: str, model: Path, run: Run) -> None:
+    code, out, err = run(*(model if item == "MODEL" else item for item in args))
+    assert (code, out) == (2, "") and message in err and not Path("x").exists()

@@ -1,16 +1,15 @@
 """`blockdraft export` on tiny models: what it writes, and how it refuses."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockdraft import cli
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -20,19 +19,17 @@ from blockdraft.serving.backends import weights_of
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.types import SamplingParams
 
-Run = Callable[..., int]
+Run = Callable[..., tuple[int, str]]
 PROMPT = [7, 60, 33, 12, 9]
 
 
 @pytest.fixture
-def export(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> Run:
-    """Runs `blockdraft export` for the tiny target and returns the exit code."""
+def export(blockdraft: Callable[..., Any], tiny_target_dir: Path) -> Run:
+    """Runs `blockdraft export` for the tiny target and returns the exit code and errors."""
 
-    def run(*args: object) -> int:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
-            patch.setattr(sys, "argv", ["blockdraft", "export", "--target", str(tiny_target_dir), *map(str, args)])
-            cli.main()
-        return int(exit_info.value.code or 0)
+    def run(*args: object) -> tuple[int, str]:
+        done = blockdraft("export", "--target", tiny_target_dir, *args)
+        return done.code, done.err
 
     return run
 
@@ -56,11 +53,10 @@ def test_there_and_back(
     tiny_target_dir: Path,
     name: str,
     request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = request.getfixturevalue(name)
-    assert export(source, "--format", "speculators", "--out", tmp_path / "there") == 0
-    assert "MB in the speculators format" in capsys.readouterr().err
+    code, err = export(source, "--format", "speculators", "--out", tmp_path / "there")
+    assert code == 0 and "MB in the speculators format" in err
     raw = json.loads((tmp_path / "there" / "config.json").read_text())
     verifier = raw["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": str(tiny_target_dir.resolve()), "architectures": ["Qwen3ForCausalLM"]}
@@ -68,31 +64,29 @@ def test_there_and_back(
     weights = load_file(tiny_target_dir / "model.safetensors")
     assert own.embedding is not None and torch.equal(own.embedding, weights["model.embed_tokens.weight"])
     assert own.head is not None and torch.equal(own.head, weights["lm_head.weight"])
-    assert export(tmp_path / "there", "--out", tmp_path / "back") == 0
+    assert export(tmp_path / "there", "--out", tmp_path / "back")[0] == 0
     (config, tensors), (again, others) = zlab.read_checkpoint(source), zlab.read_checkpoint(tmp_path / "back")
     assert config == again and all(torch.equal(tensors[name], others[name]) for name in tensors)
     assert drafted(source, target) == drafted(tmp_path / "there", target) == drafted(tmp_path / "back", target)
 
 
 def test_the_bundled_dflash_drafter_is_what_other_engines_get(
-    export: Run, tmp_path: Path, two_kinds: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    export: Run, tmp_path: Path, two_kinds: tuple[Path, Path]
 ) -> None:
-    assert export("bundled", "--out", tmp_path / "out") == 0
-    assert "bundled means bundled-dflash for other engines" in capsys.readouterr().err
+    code, err = export("bundled", "--out", tmp_path / "out")
+    assert code == 0 and "bundled means bundled-dflash for other engines" in err
     assert zlab.read_config(tmp_path / "out") == zlab.read_config(two_kinds[0])
 
 
-def test_eagle3_there_and_back(
-    export: Run, tmp_path: Path, target: Target, tiny_eagle3_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(tiny_eagle3_dir, "--format", "eagle3_speculators", "--out", tmp_path / "there") == 0
-    assert export(tmp_path / "there", "--format", "eagle3", "--out", tmp_path / "back") == 0
+def test_eagle3_there_and_back(export: Run, tmp_path: Path, target: Target, tiny_eagle3_dir: Path) -> None:
+    assert export(tiny_eagle3_dir, "--format", "eagle3_speculators", "--out", tmp_path / "there")[0] == 0
+    assert export(tmp_path / "there", "--format", "eagle3", "--out", tmp_path / "back")[0] == 0
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tiny_eagle3_dir, tmp_path / "back"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     answers = [drafted(folder, target)[0] for folder in (tiny_eagle3_dir, tmp_path / "there", tmp_path / "back")]
     assert answers[0] == answers[1] == answers[2]
-    assert export(tiny_eagle3_dir, "--format", "zlab", "--out", tmp_path / "zlab") == 2
-    assert "Formats that hold it: eagle3, eagle3_speculators" in capsys.readouterr().err
+    code, err = export(tiny_eagle3_dir, "--format", "zlab", "--out", tmp_path / "zlab")
+    assert code == 2 and "Formats that hold it: eagle3, eagle3_speculators" in err
     assert not (tmp_path / "zlab").exists()
 
 
@@ -101,14 +95,13 @@ def test_eagle3_as_gguf(
     tmp_path: Path,
     eagle3_of_three_target_layers: Path,
     tiny_target_dir: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    assert export(eagle3_of_three_target_layers, "--format", "gguf", "--type", "f32", "--out", out) == 0
-    assert f"-md {out}/drafter-f32.gguf --spec-type draft-eagle3 --spec-draft-n-max 5" in capsys.readouterr().err
+    code, err = export(eagle3_of_three_target_layers, "--format", "gguf", "--type", "f32", "--out", out)
+    assert code == 0 and f"-md {out}/drafter-f32.gguf --spec-type draft-eagle3 --spec-draft-n-max 5" in err
     folder, file = load_target(tiny_target_dir), load_target(out / "target-f32.gguf")
     assert drafted(eagle3_of_three_target_layers, folder) == drafted(out / "drafter-f32.gguf", file)
-    assert export(out / "drafter-f32.gguf", "--out", tmp_path / "back") == 0  # in the layout of its kind
+    assert export(out / "drafter-f32.gguf", "--out", tmp_path / "back")[0] == 0  # in the layout of its kind
     ours, theirs = (
         load_file(path / "model.safetensors") for path in (eagle3_of_three_target_layers, tmp_path / "back")
     )
@@ -122,7 +115,6 @@ def test_the_usual_format(
     tiny_eagle3_dir: Path,
     tiny_medusa_dir: Path,
     tiny_mtp_dir: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for drafter, name in (
         (tiny_drafter_dir, "zlab"),
@@ -130,13 +122,13 @@ def test_the_usual_format(
         (tiny_medusa_dir, "medusa"),
         (tiny_mtp_dir, "mtp"),
     ):
-        assert export(drafter, "--out", tmp_path / name) == 0
-        assert f"MB in the {name} format" in capsys.readouterr().err
+        code, err = export(drafter, "--out", tmp_path / name)
+        assert code == 0 and f"MB in the {name} format" in err
         assert (tmp_path / name / "config.json").is_file()
 
 
 def test_a_reduced_vocabulary_stays_reduced(
-    export: Run, tmp_path: Path, target: Target, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+    export: Run, tmp_path: Path, target: Target, tiny_drafter_dir: Path
 ) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     embedding, head = embedding_and_head(target)
@@ -150,22 +142,22 @@ def test_a_reduced_vocabulary_stays_reduced(
     proposal = drafter.propose(state, torch.tensor([7, 8, 9, 10]), ChainPlan(8, [SamplingParams()] * 4))
     assert not (proposal.tokens[:, 1:] % 2).any()  # only tokens of the draft vocabulary
     assert drafted(tmp_path / "half", target)[0] == drafted(tiny_drafter_dir, target)[0]
-    assert export(tmp_path / "half", "--format", "speculators", "--out", tmp_path / "again") == 0
+    assert export(tmp_path / "half", "--format", "speculators", "--out", tmp_path / "again")[0] == 0
     _, _, again = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
     assert again.kept is not None and torch.equal(again.kept, kept)
     assert own.head is not None and again.head is not None and torch.equal(again.head, own.head)
-    assert export(tmp_path / "half", "--format", "zlab", "--out", tmp_path / "whole") == 2
-    assert "which z-lab's layout cannot express; export to speculators" in capsys.readouterr().err
+    code, err = export(tmp_path / "half", "--format", "zlab", "--out", tmp_path / "whole")
+    assert code == 2 and "which z-lab's layout cannot express; export to speculators" in err
     assert not (tmp_path / "whole").exists()
 
 
-def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "last", replace(config, target_layers=(0, 2)), tensors)
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "letter.txt").write_text("dear")
-    for args, told in (
+    for args, message in (
         ((tmp_path / "nowhere", "--out", tmp_path / "out"), "nowhere/config.json cannot be read"),
         ((tiny_drafter_dir, "--format", "onnx", "--out", tmp_path / "out"), "format is 'onnx'; it must be one of zlab"),
         (
@@ -176,8 +168,8 @@ def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: p
         ((tiny_drafter_dir, "--format", "speculators", "--out", tmp_path / "taken"), "new, empty or a draft model's"),
         ((tiny_drafter_dir, "--out", tiny_drafter_dir), "is the drafter's own folder; choose another"),
     ):
-        assert export(*args) == 2
-        assert told in capsys.readouterr().err
+        code, err = export(*args)
+        assert code == 2 and message in err
     assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "taken"}
 
 
@@ -195,32 +187,21 @@ def test_a_checkpoint_of_another_target_is_reported(
             load_drafter(tmp_path / name, target=target)
 
 
-def test_what_a_killed_export_left_goes(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
-    (tmp_path / ".out.k1ll3d" / "new").mkdir(parents=True)
-    (tmp_path / ".out.mine").mkdir()
-    (tmp_path / ".out.mine" / "letter.txt").touch()
-    assert export(tiny_drafter_dir, "--out", tmp_path / "out") == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.mine"}
-
-
 def test_another_name_for_the_target(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     out = tmp_path / "out"
-    assert export(tiny_drafter_dir, "--format", "speculators", "--out", out, "--target-name", "Qwen/Qwen3-8B") == 0
+    assert export(tiny_drafter_dir, "--format", "speculators", "--out", out, "--target-name", "Qwen/Qwen3-8B")[0] == 0
     assert json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == (
         "Qwen/Qwen3-8B"
     )
 
 
-def test_gguf(
-    export: Run, tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf(export: Run, tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     """Both files say what they were made from: the target answers as before, and so does the drafter draft."""
     out = tmp_path / "out"
     for weights in ("f32", "q8_0"):
-        assert export(tiny_drafter_dir, "--format", "gguf", "--type", weights, "--out", out) == 0
-        assert f"-m {out}/target-{weights}.gguf -md {out}/drafter-{weights}.gguf --spec-type draft-dflash" in (
-            capsys.readouterr().err
-        )
+        code, err = export(tiny_drafter_dir, "--format", "gguf", "--type", weights, "--out", out)
+        files = f"-m {out}/target-{weights}.gguf -md {out}/drafter-{weights}.gguf"
+        assert code == 0 and f"{files} --spec-type draft-dflash" in err
     assert {file.name for file in out.iterdir()} == {
         f"{part}-{weights}.gguf" for part in ("target", "drafter") for weights in ("f32", "q8_0")
     }
@@ -239,33 +220,30 @@ def test_gguf(
 
 
 def test_a_gguf_drafter_goes_back(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
-    assert export(tiny_drafter_dir, "--format", "gguf", "--type", "f32", "--out", tmp_path / "gguf") == 0
-    assert export(tmp_path / "gguf" / "drafter-f32.gguf", "--out", tmp_path / "back") == 0
+    assert export(tiny_drafter_dir, "--format", "gguf", "--type", "f32", "--out", tmp_path / "gguf")[0] == 0
+    assert export(tmp_path / "gguf" / "drafter-f32.gguf", "--out", tmp_path / "back")[0] == 0
     (config, tensors), (again, others) = (zlab.read_checkpoint(path) for path in (tiny_drafter_dir, tmp_path / "back"))
     assert config == again and all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
-def test_a_gguf_drafter_of_another_target(
-    export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_drafter_of_another_target(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "other", config, tensors, trained=Trained("0123456789abcdef"))
-    assert export(tmp_path / "other", "--format", "gguf", "--out", tmp_path / "out") == 0
-    told = capsys.readouterr().err
-    assert "was trained for another target (fingerprint 0123456789abcdef)" in told
+    code, err = export(tmp_path / "other", "--format", "gguf", "--out", tmp_path / "out")
+    assert code == 0
+    message = err
+    assert "was trained for another target (fingerprint 0123456789abcdef)" in message
     assert (tmp_path / "out" / "drafter-bf16.gguf").is_file()
 
 
-def test_refusals_of_gguf(
-    export: Run, tmp_path: Path, tiny_drafter_dir: Path, tiny_mtp_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_of_gguf(export: Run, tmp_path: Path, tiny_drafter_dir: Path, tiny_mtp_dir: Path) -> None:
     """Nothing is left of what was begun."""
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "last", replace(config, target_layers=(0, 2)), tensors)
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     (tmp_path / "file").touch()
     out = tmp_path / "out"
-    for args, told in (
+    for args, message in (
         (
             (tmp_path / "last", "--format", "gguf", "--out", out),
             "a target layer is 2; it must be below the target's last layer",
@@ -285,6 +263,6 @@ def test_refusals_of_gguf(
         ),
         ((tiny_drafter_dir, "--format", "gguf", "--target", "m.gguf", "--out", out), "There is no file m.gguf"),
     ):
-        assert export(*args) == 2
-        assert told in capsys.readouterr().err
+        code, err = export(*args)
+        assert code == 2 and message in err
     assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "file"}

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from blockdraft import targets
-from blockdraft.tools.fit import run as fit_run
-
 Run = Callable[..., Any]
 
 
@@ -21,7 +18,7 @@ def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--hours", "0"], "--hours must be greater than 0"),
         (["--variant", "dspark"], "--variant must be one of"),
@@ -30,20 +27,10 @@ def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run
         (["--target", "./nowhere"], "nowhere"),
     ],
 )
-def test_bad_options(options: list[str], told: str, run: Run, tmp_path: Path) -> None:
+def test_bad_options(options: list[str], message: str, run: Run, tmp_path: Path) -> None:
     code, _, err = run("fit", "--out", "drafter", *options)
-    assert code == 2 and told in err
+    assert code == 2 and message in err
     assert not list(tmp_path.iterdir())
-
-
-def test_ctrl_c_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fit_run, "run_fit", interrupted)
-    code, out, err = run("fit", "--out", "drafter")
-    assert code == 130 and not out
-    assert err == "Interrupted; the same command resumes the fit from drafter.fit.\n"
 
 
 def test_prompts_of_a_file(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
@@ -58,36 +45,20 @@ def test_prompts_of_a_file(run: Run, tmp_path: Path, tiny_target_dir: Path) -> N
     assert len({*held_out, *chosen}) == 6
 
 
-def test_bad_files_of_prompts_are_reported_before_the_target_is_read(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(targets, "load_target_text", lambda *_: pytest.fail("the target is read"))
+def test_bad_files_of_prompts_are_reported_before_the_target_is_read(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code, _, err = run("prompts", "absent.jsonl", "--out", "file/prompts")
+    code, _, err = run("prompts", "absent.jsonl", "--out", "file/prompts", "--target", "/no/such/model")
     assert code == 2 and re.search("(?s)2 things .*file is no folder.*no absent.jsonl", err)
 
 
-def test_prompts_that_the_target_writes(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    for path in tiny_target_dir.iterdir():
-        if path.name != "chat_template.jinja":
-            (base / path.name).write_bytes(path.read_bytes())
+def test_prompts_that_the_target_writes(run: Run, tmp_path: Path, altered: Callable[..., Path]) -> None:
+    base = altered(without="chat_template.jinja")
     options = ["--target", base, "--device", "cpu", "--count", 4, "--held-out", 2, "--batch-size", 3]
     code, _, err = run("prompts", *options, "--out", "prompts")
     assert code == 0 and "prompts: 4 prompts, 2 held out\n" in err
     assert len((tmp_path / "prompts" / "prompts.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_dry_run_needs_no_folder(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    asked: list[bool] = []
-
-    def plan(fit: object, dry_run: bool, note: object) -> list[str]:
-        asked.append(dry_run)
-        return ["the plan"]
-
-    monkeypatch.setattr(fit_run, "run_fit", plan)
-    code, out, _ = run("fit", "--dry-run")
-    assert (code, out) == (0, "the plan\n") and asked == [True]
+def test_only_a_dry_run_needs_no_folder(run: Run) -> None:
     code, _, err = run("fit")
-    assert code != 0 and "--out is missing; give the folder of the drafter, or --dry-run" in err and len(asked) == 1
+    assert code == 2 and "--out is missing; give the folder of the drafter, or --dry-run" in err

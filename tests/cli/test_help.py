@@ -30,10 +30,10 @@ def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def test_the_overview_groups_all_commands() -> None:
-    found = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    assert all(command.rich_help_panel for command in found.values())
+    report = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert all(command.rich_help_panel for command in report.values())
     output = shown("--help")
-    places = [output.index(each) for each in ("Run models", "Make a drafter", "Measure", "This machine")]
+    places = [output.index(item) for item in ("Run models", "Make a drafter", "Measure", "This machine")]
     assert places == sorted(places)
     assert "bench server" in output and "bench suite" in output
 
@@ -41,15 +41,15 @@ def test_the_overview_groups_all_commands() -> None:
 def test_errors_of_commands_name_options_as_they_are_typed(blockdraft: Callable[..., Any]) -> None:
     assert blockdraft("generate", "hi", "--top-k", -1).err.startswith("error: --top-k must be ")
     assert "--seed must be " in blockdraft("bench", "--seed", -1).err
-    told = blockdraft("train", "dflash", "--eval-every", "x", "--layers", "0").err
-    assert "--eval-every must be" in told and "--layers must be" in told
+    message = blockdraft("train", "dflash", "--eval-every", "x", "--layers", "0").err
+    assert "--eval-every must be" in message and "--layers must be" in message
     assert "--format is 'nope'; " in blockdraft("export", "bundled", "--format", "nope", "--out", "x").err
 
 
 def test_every_command_has_both_helps() -> None:
-    found = dict(commands())
-    assert len(found) >= 25 and all(isinstance(command, Command) for command in found.values())
-    for words, command in found.items():
+    report = dict(commands())
+    assert len(report) >= 25 and all(isinstance(command, Command) for command in report.values())
+    for words, command in report.items():
         names = {parameter.name for parameter in command.params}
         assert command.common <= names, words
         assert len(command.common) <= 11 and (command.common or len(names) <= 11), words

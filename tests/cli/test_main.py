@@ -1,37 +1,33 @@
-"""How commands end."""
+"""How commands start and end."""
 
-import errno
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockdraft import cli
 
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_no_traceback(
-    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full() -> None:
-        raise OSError(number, "No space left on device", "drafter.run/log.jsonl")
-
-    monkeypatch.setattr(cli, "app", full)
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert exit_info.value.code == 1
-    assert "'drafter.run/log.jsonl'; free space, and give the command again." in capsys.readouterr().err
-
-
-def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "x")
-
-    monkeypatch.setattr(cli, "app", broken)
-    with pytest.raises(PermissionError):
-        cli.main()
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_no_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "blockdraft", "env"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "No space left on device; free space, and give the command again." in done.stderr
 
 
 def test_a_text_in_the_place_of_a_path(blockdraft: Callable[..., Any]) -> None:
     done = blockdraft("inspect", "word " * 80)
     assert done.code == 2 and done.err == f"error: {('word ' * 12)!r}... is too long to be a path or name.\n"
+
+
+@pytest.mark.parametrize(
+    "words", [("--version",), ("--help",), ("models",), ("cache", "list"), ("pull", "nosuch"), ("radar", "--devices")]
+)
+def test_what_computes_nothing_starts_without_torch(words: tuple[str, ...]) -> None:
+    code = "import atexit, sys; from blockdraft.cli import main; "
+    code += "atexit.register(lambda: print(sorted({'torch', 'transformers'} & set(sys.modules)))); main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n")

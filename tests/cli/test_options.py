@@ -37,6 +37,7 @@ class Colour:
 
 TAKEN: list[object] = []
 PINK = Colour(0.75, size=9)
+ABSENT = ("--target", "/no/such/model")  # reported where loading begins
 
 
 def command(
@@ -93,10 +94,11 @@ def test_draft_vocabularies_are_read_before_targets_load(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids.json").write_text('["a"]')
-    monkeypatch.setattr("blockdraft.targets.load_target", lambda *_, **__: pytest.fail("the target is loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
     for words in (["generate", "hello"], ["chat"], ["serve", "--port", "0"], ["bench", "--prompts", "prompts.jsonl"]):
-        error = CliRunner().invoke(app, [*words, "--target", "bundled", "--draft-vocab", given]).exception
+        error = (
+            CliRunner().invoke(app, [*words, *ABSENT, "--drafter", "prompt_lookup", "--draft-vocab", given]).exception
+        )
         assert isinstance(error, UsageError) and message in str(error)
 
 
@@ -115,26 +117,10 @@ def test_drafters_are_looked_for_before_targets_load(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("blockdraft.targets.load_target", lambda *_, **__: pytest.fail("the target is loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
     named = ("--drafter", "nowhere") if "nowhere:4" not in words else ()
-    error = CliRunner().invoke(app, [*words, "--target", "bundled", *named]).exception
+    error = CliRunner().invoke(app, [*words, *ABSENT, *named]).exception
     assert isinstance(error, UsageError) and "nowhere is no drafter; give a folder" in str(error)
-
-
-def test_more_threads_than_processors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loaded(Exception):
-        pass
-
-    def load_target(*_: object, threads: object, **__: object) -> None:
-        raise Loaded(threads)
-
-    monkeypatch.setattr("blockdraft.targets.load_target", load_target)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    for threads, warning in (("2", False), ("3", True), ("auto", False)):
-        result = CliRunner().invoke(app, ["generate", "hi", "--target", "bundled", "--threads", threads])
-        assert isinstance(result.exception, Loaded) and str(result.exception) == threads
-        assert ("--threads is 3, more than this machine's 2 processors" in result.stderr) == warning
 
 
 def test_commands_that_load_a_target_can_choose_the_backend() -> None:

@@ -46,12 +46,12 @@ def test_the_target_may_write_the_text(tmp_path: Path, blockdraft: Run) -> None:
     code, out, err = blockdraft("quantize", "--out", tmp_path / "few", "--calibrate", "own", *sizes)
     assert code == 0, err
     assert "prompts: 1" in err and "responses: 640 of 640" in err and "calibrated" in out
-    found = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
-    assert 1 < found["original"] < 40  # it knows what it says, of 4,096 tokens
+    report = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
+    assert 1 < report["original"] < 40  # it knows what it says, of 4,096 tokens
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["--bits", 3], "--bits must be 4 or 8, got '3'"),
         (["--tables", "4"], "--tables must be '8' or 'keep', got '4'"),
@@ -62,13 +62,13 @@ def test_the_target_may_write_the_text(tmp_path: Path, blockdraft: Run) -> None:
 )
 def test_bad_input_is_reported(
     args: list[object],
-    told: str,
+    message: str,
     tiny_target_dir: Path,
     tmp_path: Path,
     blockdraft: Run,
 ) -> None:
     code, out, err = blockdraft("quantize", tiny_target_dir, "--out", tmp_path / "few", *args)
-    assert (code, out) == (2, "") and told in err and not list(tmp_path.iterdir())
+    assert (code, out) == (2, "") and message in err and not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_taken_is_reported_before_the_target_writes(

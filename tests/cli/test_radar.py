@@ -29,9 +29,9 @@ def test_one_row_as_json(blockdraft: Run) -> None:
 
 
 def test_the_list(blockdraft: Run) -> None:
-    lines = blockdraft("radar", *CARD, "--task", "code", "--limit", 5).out.splitlines()
+    lines = blockdraft("radar", *CARD, "--task", "code").out.splitlines()
     assert lines[0].split()[:2] == ["model", "weights"]
-    assert len([line for line in lines if line.rstrip().endswith("device")]) == 5
+    assert len([line for line in lines if line.rstrip().endswith("device")]) > 5
     assert any("do not fit" in line for line in lines)
 
 
@@ -39,10 +39,8 @@ def test_filters(blockdraft: Run) -> None:
     options = (*CARD, "--weights", "Q4_K_M", "--json")
     every = json.loads(blockdraft("radar", *options).out)["rows"]
     fast = json.loads(blockdraft("radar", *options, "--least-speed", 100).out)["rows"]
-    apache = json.loads(blockdraft("radar", *options, "--licence", "apache").out)["rows"]
     assert 0 < len(fast) < len(every)
     assert all(row["fits"] for row in fast)
-    assert 0 < len(apache) < len(every)
 
 
 def test_several_devices_and_models(blockdraft: Run) -> None:
@@ -72,8 +70,8 @@ def test_own_configuration(blockdraft: Run, tiny_target_dir: Path) -> None:
     assert row["why"]["drafter"] is None
 
 
-def test_this_machine(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockdraft.radar.machine._fastest", lambda call: 1e-3)
+@pytest.mark.slow
+def test_this_machine(blockdraft: Run) -> None:
     result = blockdraft("radar", "--model", "smollm2", "--weights", "Q4_1", "--json")
     rows = json.loads(result.out)["rows"]
     assert rows[-1]["confidence"] == "measured"
@@ -93,7 +91,7 @@ def test_training(blockdraft: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--device", "RTX 4091"), "did you mean RTX 4090"),
         ((*CARD, "--model", "qwen3-8"), "did you mean qwen3-8b"),
@@ -102,16 +100,15 @@ def test_training(blockdraft: Run) -> None:
         (("--ram", 0), "more than 0"),
         ((*CARD, "--task", "poetry"), "got 'poetry'"),
         ((*CARD, "--weights", "int1"), "got 'int1'"),
-        ((*CARD, "--licence", "nothing such"), "licence"),
-        ((*CARD, "--model", "qwen3-8b", "--drafter", "z-lab/Qwen3-4B-DFlash-b16"), "is a drafter of qwen3-4b"),
-        ((*CARD, "--model", "qwen3-8b", "--drafter", "nobody/nothing"), "no published drafter"),
+        ((*CARD, "--model", "qwen3-8b", "--drafter", "z-lab/Qwen3-4B-DFlash-b16"), "no published drafter of"),
+        ((*CARD, "--model", "qwen3-8b", "--drafter", "nobody/nothing"), "there are z-lab/Qwen3-8B"),
         (("--device", "0x RTX 4090"), "must be 1 or more"),
         ((*CARD, "--train"), "--train takes one --model"),
         ((*CARD, "--train", "--model", "qwen3-8b", "--samples", 0), "samples must be at least 1"),
     ],
 )
-def test_bad_input(blockdraft: Run, words: tuple[str, ...], said: str) -> None:
+def test_bad_input(blockdraft: Run, words: tuple[str, ...], message: str) -> None:
     result = blockdraft("radar", *words)
     assert result.code == 2
-    assert said in result.err
+    assert message in result.err
     assert result.out == ""

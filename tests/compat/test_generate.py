@@ -76,10 +76,10 @@ def test_what_was_loaded_serves_again_and_is_not_copied(
 
 def test_sampling(decode: Callable[..., Tensor]) -> None:
     given = {"max_new_tokens": 12, "do_sample": True, "temperature": 2.0, "top_k": 30, "attention_mask": MASK}
-    one, same, other = (decode(**given, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other)
+    entry, same, other = (decode(**given, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(entry, same) and not torch.equal(entry, other)
     twice = decode(**given, seed=1, num_return_sequences=2)
-    assert twice.shape[0] == 4 and torch.equal(twice[0, 6:], one[0, 6:]) and not torch.equal(twice[0], twice[1])
+    assert twice.shape[0] == 4 and torch.equal(twice[0, 6:], entry[0, 6:]) and not torch.equal(twice[0], twice[1])
     torch.manual_seed(4)
     first = decode(**given)
     assert not torch.equal(first, decode(**given))
@@ -151,7 +151,7 @@ def test_streamer(decode: Callable[..., Tensor]) -> None:
         ({"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(3, 1)])}, "logits_processor is not supp"),
         ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "prefix_allowed_tokens_fn is not supported"),
         ({"max_length": 6}, "max_length is 6 and the prompt has 6 tokens"),
-        ({"drafter": "no/such"}, "'no/such', which is not a folder"),
+        ({"drafter": "no/such"}, "no/such is no folder here"),
     ],
 )
 def test_what_is_not_supported_is_refused(decode: Callable[..., Tensor], given: dict[str, Any], message: str) -> None:

@@ -10,10 +10,7 @@ from transformers import PreTrainedModel
 
 import blockdraft
 from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
-from blockdraft.compat import mixin as compat_mixin
 from blockdraft.decode.proposal import ChainPlan
-from blockdraft.drafters import load_drafter
-from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import SamplingParams
@@ -248,28 +245,6 @@ def test_the_base_model_shows_through(model, mixin):
     assert mixin.config is model.config
     assert mixin.generation_config is model.generation_config
     assert (mixin.device, mixin.dtype) == (model.device, model.dtype)
-
-
-def test_a_drafter_keeps_its_reduced_head(model, config, monkeypatch):
-    """The drafter drafts among part of the vocabulary; all other tokens have a logit of minus infinity."""
-    kept, loaded = torch.arange(0, 97, 3), []
-
-    def reduced(path: Path | None = None, *, target: HFTarget) -> object:
-        drafter = load_drafter(path, target=target)
-        if hasattr(drafter, "network"):
-            head = ReducedHead(torch.randn(len(kept), target.hidden_size), kept, target.vocab_size)
-            drafter = type(drafter)(drafter.network, target, path=path, reduced_head=head)
-        loaded.append(drafter)
-        return drafter
-
-    monkeypatch.setattr(compat_mixin, "load_drafter", reduced)
-    mixin = DFlashGenerationMixin(model, replace(config, diffusion_steps=2))
-    assert mixin.drafter is not loaded[0] and mixin.drafter.diffusion_steps == 2
-    assert torch.equal(mixin.drafter.reduced_head.weight, loaded[0].reduced_head.weight)
-    state = mixin.drafter.new_state(1, 32)
-    mixin.drafter.observe(state, torch.tensor([[5, 17, 3]]), torch.randn(1, 3, 64), [3])
-    proposal = mixin.drafter.propose(state, torch.tensor([4]), ChainPlan(8, [SamplingParams()]))
-    assert all(token % 3 == 0 for token in proposal.tokens[0, 1:].tolist())
 
 
 @pytest.mark.parametrize("end", [-1, 97, 5000])

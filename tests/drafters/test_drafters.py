@@ -196,7 +196,7 @@ def test_a_folder_with_the_name_of_a_drafter() -> None:
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(ValueError, match="nowhere is no drafter; .* bundled, bundled-dflash, .*prompt_lookup"):
         load_drafter("nowhere", target=target)
-    with pytest.raises(ValueError, match="fetch it: hf download owner/a-drafter --local-dir DIR"):
+    with pytest.raises(ValueError, match="owner/a-drafter is no folder here, and the hub does not send a drafter"):
         load_drafter("owner/a-drafter", target=target)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"architectures": ["HydraModel"]}))
@@ -335,12 +335,27 @@ def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_tar
     for bad, message in (
         (tmp_path, r"is no drafter; .* prompt_lookup. It holds the file \S*notes.gguf, which may be one.$"),
         ("prompt_lookup+nowhere", "^nowhere is no drafter"),
-        ("owner/name", "If it is on the hub, fetch it: hf download owner/name"),
+        ("owner/name", "owner/name is no folder here, and the hub does not send"),
         (tmp_path / "notes.gguf", "is no GGUF file"),
         ("none+none", "names none twice"),
     ):
         with pytest.raises(UsageError, match=message):
             check_place(bad)
+
+
+def test_a_drafter_of_the_hub(
+    target: Target, tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's client takes downloaded files where there is no connection."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--tiny"
+    shutil.copytree(tiny_drafter_dir, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    check_place("prompt_lookup+owner/tiny")
+    loaded = load_drafter("owner/tiny", target=target)
+    assert loaded.path is not None and Path(loaded.path).parent == repository / "snapshots"
+    assert for_others("owner/tiny", None, print) == loaded.path
 
 
 def test_an_adapted_drafter_differs_only_in_what_was_asked(target: Target, tiny_drafter_dir: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from some_results import ARGUMENTS, PLAIN_TRIAL, trial
 
-from blockdraft.cli.display import plain as plain_console
+from blockdraft.cli.display import standard as plain_console
 from blockdraft.evaluation import pictures, report
 from blockdraft.evaluation.pictures import require_pictures
 from blockdraft.evaluation.report import write

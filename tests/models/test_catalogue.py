@@ -21,7 +21,7 @@ EAGLE = {"hub": "o/d", "kind": "eagle3", "layout": "speculators", "source": "htt
 def spelled(value: Any) -> str:
     """A value in TOML."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {spelled(one)}" for key, one in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {spelled(entry)}" for key, entry in value.items()) + " }"
     return "[" + ", ".join(map(spelled, value)) + "]" if isinstance(value, list) else repr(value)
 
 
@@ -61,7 +61,7 @@ def test_an_entry_holds_together(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"id": "A"}, "id"),  # names are small letters
         ({"id": "o/a"}, "id"),  # or they would be hub names
@@ -77,8 +77,8 @@ def test_an_entry_holds_together(model: Model) -> None:
         ({"drafters": [{**EAGLE, "measured": [{"tau": {"gsm8k": 4.0}}]}]}, "source"),
     ],
 )
-def test_what_does_not_follow_the_schema_is_refused(more: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(said)):
+def test_what_does_not_follow_the_schema_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
         read_catalogue(toml(**more))
 
 

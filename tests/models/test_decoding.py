@@ -65,8 +65,8 @@ def text(target: Target, count: int) -> list[int]:
     """Tokens of this project's own pages."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     assert target.tokenizer is not None
-    found: list[int] = target.tokenizer("\n".join(page.read_text(encoding="utf-8") for page in pages)).input_ids
-    return found[:count]
+    report: list[int] = target.tokenizer("\n".join(page.read_text(encoding="utf-8") for page in pages)).input_ids
+    return report[:count]
 
 
 def logits(target: Target, tokens: Sequence[int]) -> Tensor:
@@ -95,13 +95,13 @@ class Noisy(torch.overrides.TorchFunctionMode):
 def test_logits_are_those_of_the_weights(target: Target, exact: NativeTarget) -> None:
     """But for what rounding the inputs of products explains."""
     tokens = text(target, 256)
-    wanted, found = logits(exact, tokens), logits(target, tokens)
+    wanted, report = logits(exact, tokens), logits(target, tokens)
     with Noisy():
         noisy = logits(exact, tokens)
-    error, explained = ((each - wanted).norm() / wanted.norm() for each in (found, noisy))
+    error, explained = ((each - wanted).norm() / wanted.norm() for each in (report, noisy))
     print(f"relative error {error:.4f}, explained {explained:.4f}")
     assert error < 1.5 * explained
-    same = (found.argmax(-1) == wanted.argmax(-1)).float().mean()
+    same = (report.argmax(-1) == wanted.argmax(-1)).float().mean()
     print(f"best tokens that are the same {same:.3f}")
     assert same > 0.9
 
@@ -166,7 +166,7 @@ def answers(
 ) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens)
     with Engine(target, load_drafter(drafter, target=target), drafting=drafting, **how) as engine:
-        return [one.checked().token_ids for one in engine.generate(list(asked), params)]
+        return [entry.checked().token_ids for entry in engine.generate(list(asked), params)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -181,14 +181,14 @@ def test_drafts_change_no_answer(way: str, target: Target, drafter: Path) -> Non
 def test_long_texts_change_no_answer(target: Target, drafter: Path) -> None:
     """A text of 2,000 tokens, alone and with a shorter one."""
     asked = [text(target, 2000), text(target, 500)]
-    plain = [answers(target, "none", [one], Drafting(), 48)[0] for one in asked]
+    plain = [answers(target, "none", [entry], Drafting(), 48)[0] for entry in asked]
     assert answers(target, "prompt_lookup", asked, Drafting(block_size=8), 48, max_batch_size=2) == plain
     assert answers(target, str(drafter), asked[:1], Drafting(block_size=None, tree_budget=16), 48) == plain[:1]
 
 
 def test_a_chat_of_2000_tokens_changes_no_answer(target: Target, drafter: Path) -> None:
     """Four turns behind a long beginning; each reads what the turns before have left, by tokens, as base models do."""
-    said, turns = [], [text(target, 2300)[begin : begin + 60] for begin in range(2000, 2240, 60)]
+    message, turns = [], [text(target, 2300)[begin : begin + 60] for begin in range(2000, 2240, 60)]
     for name, how in (("none", {}), ("prompt_lookup", {"block_size": 8}), (str(drafter), {"tree_budget": 16})):
         chat = text(target, 1700)
         drafting = Drafting(**{"block_size": None, **how})
@@ -197,8 +197,8 @@ def test_a_chat_of_2000_tokens_changes_no_answer(target: Target, drafter: Path) 
                 chat += turn
                 done = engine.generate([chat], SamplingParams(temperature=0, max_new_tokens=24))[0].checked()
                 chat += done.token_ids
-        said.append(chat)
-    assert len(said[0]) > 2000 and said[0] == said[1] == said[2]
+        message.append(chat)
+    assert len(message[0]) > 2000 and message[0] == message[1] == message[2]
 
 
 def test_keys_and_values_in_8_bits_change_no_answer(file: Path, drafter: Path) -> None:
@@ -214,7 +214,7 @@ def test_chats_of_the_instruct_model(file: Path) -> None:
     target = load_target(file, device="cpu", compile="on")
     if target.tokenizer is None or target.tokenizer.chat_template is None:
         pytest.skip("a base model")
-    said = []
+    message = []
     for name, size in (("none", 1), ("prompt_lookup", 8)):
         chat: list[dict[str, str]] = []
         with Engine(
@@ -225,5 +225,5 @@ def test_chats_of_the_instruct_model(file: Path) -> None:
                 asked = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
                 done = engine.generate([asked], SamplingParams(temperature=0, max_new_tokens=48))[0].checked()
                 chat.append({"role": "assistant", "content": target.tokenizer.decode(done.token_ids)})
-        said.append(chat)
-    assert said[0] == said[1] and all(turn["content"].strip() for turn in said[0])
+        message.append(chat)
+    assert message[0] == message[1] and all(turn["content"].strip() for turn in message[0])

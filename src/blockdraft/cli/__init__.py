@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Annotated
@@ -86,14 +87,17 @@ def options(
     pass
 
 
-def main() -> None:
-    """Run the command that the arguments of the process name, and exit.
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command, and exit.
 
     The exit code is 0; 2 for bad input; 1 for a request that fails, for instance where a model computes numbers that
     are not finite, or for a full disk; or 130 after Ctrl-C. Standard error gives the reason.
+
+    Args:
+        arguments: Words of the command line; None takes those of the process.
     """
     try:
-        app()
+        app(arguments, prog_name="blockdraft")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -15,8 +14,7 @@ from rich.text import Text
 
 from blockdraft.cli.display import new_table
 from blockdraft.drafters import Drafter, hits
-from blockdraft.engine import Chunk, Completion, Engine, Stats
-from blockdraft.engine.adaptive import costs as stored_costs
+from blockdraft.engine import Chunk, Completion, Engine
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import counted
 from blockdraft.types import SamplingParams
@@ -24,21 +22,18 @@ from blockdraft.types import SamplingParams
 DRAFTED = "green"
 RUNS = 3  # of a comparison
 WARM_UP_TOKENS = 8
-# Below these shares of the plain speed, drafting counts as slower: in an interleaved comparison, and by step times that
-# were stored on another day.
-SLOWER, SLOWER_THAN_STORED = 0.95, 0.85
+SLOWER = 0.95  # speed-up below which drafting counts as slower
 
 
-def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> Stats:
-    """Print an answer as it comes, with accepted draft tokens in colour, and its statistics. Return these."""
+def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
+    """Print an answer as it comes, with accepted draft tokens in colour, and its statistics."""
     chunks = engine.stream(prompt, params)  # raises for a bad request before anything is printed
     end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
-    stats = end.checked().stats
+    end.checked()
     summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")
     if note := drafter_note(engine):
         summary.append(f", the drafter {note}")
     console.print("\n", summary, sep="")
-    return stats
 
 
 def show_chunks(console: Console, chunks: Iterable[Chunk], text: AnswerText) -> tuple[Chunk, Text]:
@@ -68,16 +63,6 @@ def _write(console: Console, text: str, colour: str | None = None) -> None:
     console.print(Segments([Segment(text, Style(color=colour))]), end="", soft_wrap=True)
 
 
-@contextmanager
-def notice(console: Console, text: str) -> Iterator[None]:
-    """Show a still line during a block. An animation would take time from what is measured."""
-    _write(console, text + "\r")
-    try:
-        yield
-    finally:
-        _write(console, " " * len(text) + "\r")
-
-
 @dataclass(frozen=True)
 class Comparison:
     """A prompt decoded with and without drafting.
@@ -99,10 +84,6 @@ class Comparison:
         plain = self.plain.stats.tokens_per_second
         return self.drafted.stats.tokens_per_second / plain if plain else None
 
-    @property
-    def verdict(self) -> str:
-        return "identical" if self.first_difference is None else "DIFFER"
-
 
 def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> Comparison:
     """Decode a prompt with the engine and plainly, `RUNS` times each, interleaved, after a short warm-up.
@@ -122,28 +103,14 @@ def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> C
     return Comparison(drafted, plain, difference, drafter_note(engine))
 
 
-def slower_note(engine: Engine, stats: Stats, comparison: Comparison | None) -> str | None:
-    """Return a note if drafting is slower than plain decoding, else None.
-
-    Args:
-        comparison: Without one, the stored step times decide, for drafts of a fixed size.
-    """
-    if engine.drafter.block_size == 1 or not stats.committed:
+def slower_note(engine: Engine, comparison: Comparison) -> str | None:
+    """Return a note if drafting is slower than plain decoding, else None."""
+    if engine.drafter.block_size == 1 or comparison.speedup is None or comparison.speedup >= SLOWER:
         return None
-    automatic = engine.controller.automatic
-    if comparison is not None:
-        if comparison.speedup is None or comparison.speedup >= SLOWER:
-            return None
-        figures = f"speed-up {comparison.speedup:.2f}"
-    else:
-        # "auto" does not draft where drafting is slower.
-        costs = None if automatic else stored_costs.load(stored_costs.path(engine.target, engine.drafter))
-        plain = 0.0 if costs is None else 1 / costs.plain_step(1)
-        if stats.tokens_per_second >= SLOWER_THAN_STORED * plain:
-            return None
-        figures = f"{stats.tokens_per_second:.0f} tokens/s, against {plain:.0f} by the stored plain step times"
-    remedy = "" if automatic else ", or --block-size auto, which drafts only as far as it pays off"
-    return f"Drafting is slower here than plain decoding ({figures}); use --drafter none{remedy}."
+    remedy = "" if engine.controller.automatic else ", or --block-size auto, which drafts only as far as it pays off"
+    return (
+        f"Drafting is slower here than plain decoding (speed-up {comparison.speedup:.2f}); use --drafter none{remedy}."
+    )
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import Field, Strict
@@ -24,13 +24,8 @@ from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.settings import LoadSettings, Settings, SuiteSettings
-from blockdraft.evaluation.suite.paper import SUITES
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Drafting, SamplingParams
-
-if TYPE_CHECKING:
-    from blockdraft.evaluation.prompts import PromptSet
-    from blockdraft.evaluation.servers.measure import Server
 
 DISCARDED = "Interrupted; the measurements are discarded, and nothing was written."
 PROMPTS = (
@@ -43,27 +38,38 @@ METHODS = (
     "most 64 draft tokens; any other drafter by folder or name, with or without a block size; "
     f"prompt_lookup+{CHAIN} or prompt_lookup+{TREE}:64, both drafters together."
 )
-DRAFTER = f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
-JSON = "Print JSON instead of tables."
-OVERWRITE = "Replace the results in the folder."
 Sampled = Annotated[SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)]
 Cuts = Annotated[SamplingParams, Only("top_k top_p", SAMPLING)]
 FixedDrafting = Annotated[Drafting, Only("block_size draft_window draft_passes", DRAFTING)]
 FIXED = Drafting(None)  # `bench` measures blocks of the trained size unless "auto" is asked for
 Temperatures = Annotated[tuple[float, ...], Strict(False), Field(min_length=1), Flag(metavar="T,...", panel=SAMPLING)]
 TEMPERATURES = "Temperatures, measured one after the other; 0 is greedy."
-MethodsDrafter = Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)]
-MethodNames = Annotated[str, Flag(metavar="NAME,...")]
 Results = Annotated[Path | None, Flag(metavar="DIR", panel=OUTPUT)]
 
 
 @settings
-class BenchSettings:
+class MethodSettings:
+    """Methods to compare."""
+
+    methods: Annotated[str, Flag(metavar="NAME,...")] = Field(f"{PLAIN},{CHAIN},{TREE}", description=METHODS)
+    drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
+        None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
+    )
+
+    def parsed(self, target: str | None, drafting: Drafting, how: Settings) -> list[Method]:
+        """Return the methods. Raise a UsageError if one needs a drafter and none is known for the target."""
+        extent = drafting.block_size, how.tree_budget, drafting.draft_window, drafting.draft_passes
+        methods = parse_methods(self.methods, self.drafter, *extent)
+        if any(method.drafter is None for method in methods):
+            need_drafter(target, self.drafter, "name other methods")
+        return methods
+
+
+@settings
+class BenchSettings(MethodSettings):
     """What `blockdraft bench` measures and writes."""
 
     prompts: Files = Field((), description=PROMPTS)
-    methods: MethodNames = Field(f"{PLAIN},{CHAIN},{TREE}", description=METHODS)
-    drafter: MethodsDrafter = Field(None, description=DRAFTER)
     out: Results = Field(None, description="Folder for results.json, and pictures of acceptance, tau and speed-up.")
     profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         False, description="Decode once more and show where the time of a step goes; with --out also in profile.png."
@@ -71,8 +77,6 @@ class BenchSettings:
     pictures: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         True, description="Draw pictures, which needs matplotlib (the extra `bench` of this package)."
     )
-    overwrite: Overwrite = Field(False, description=OVERWRITE)
-    as_json: AsJson = Field(False, description=JSON)
 
 
 def bench(
@@ -83,6 +87,8 @@ def bench(
     how: Settings,
     sampling: Sampled,
     drafting: FixedDrafting = FIXED,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare decoding methods on the same prompts: speed, acceptance, and whether answers stay the same.
 
@@ -93,7 +99,7 @@ def bench(
     of the DFlash paper.
     """
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
-    methods = _methods(run, what, drafting, how)
+    methods = what.parsed(run.target, drafting, how)
     tell_unused(params, [params.temperature], _sampled(methods))
     sets = read_prompt_sets(list(what.prompts), how.limit)
 
@@ -104,7 +110,7 @@ def bench(
     from blockdraft.evaluation.results import results
 
     if what.out is not None:
-        check_overwrite(what.out, [report.RESULTS], what.overwrite)
+        check_overwrite(what.out, [report.RESULTS], overwrite)
         if what.pictures:
             require_pictures()
     speed.check_methods(methods)
@@ -115,22 +121,18 @@ def bench(
         profiles = speed.profiles(engines, sets, params, how, trials, progress) if what.profile else None
 
     arguments = {
+        **asdict(run),
+        **asdict(how),
+        **asdict(network),
+        **_picked(params, "max_new_tokens temperature top_k top_p seed"),
+        **_picked(drafting, "block_size draft_window draft_passes"),
+        **_picked(target, "backend running vocab_size"),
         "methods": [method.name for method in methods],
         "prompts": [str(path) for path in what.prompts],
-        "target": run.target,
-        "adapter": run.adapter,
-        "revision": run.revision,
         "drafter": what.drafter,
-        **{name: getattr(params, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")},
-        **asdict(how),
-        **{name: getattr(drafting, name) for name in ("block_size", "draft_window", "draft_passes")},
-        **asdict(network),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
-        "backend": target.backend,
-        "running": target.running,
         "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
-        "vocab_size": target.vocab_size,
         "draft_vocabs": {name: answers.draft_vocab(engine) for name, engine in engines.items()},
         "drafter_notes": {name: answers.drafter_note(engine) for name, engine in engines.items()},
         "drafter_bits": {name: answers.drafter_bits(engine.drafter) for name, engine in engines.items()},
@@ -140,7 +142,7 @@ def bench(
         if what.out is not None:
             report.write(what.out, measured, what.pictures)
     finally:  # also if the disk is full
-        if what.as_json:
+        if as_json:
             print(measured.as_json(), end="")
         else:
             report.show(standard(), measured)
@@ -165,8 +167,6 @@ class ServerBenchSettings:
     prompts: Files = Field((), description=PROMPTS)
     temperature: Temperatures = Field((SamplingParams.temperature,), description=TEMPERATURES)
     out: Results = Field(None, description="Folder for server.json and server.csv.")
-    overwrite: Overwrite = Field(False, description=OVERWRITE)
-    as_json: AsJson = Field(False, description=JSON)
 
 
 def bench_server(
@@ -183,6 +183,8 @@ def bench_server(
     how: Annotated[Settings, Only("limit")],
     load: LoadSettings,
     sampling: Annotated[SamplingParams, Only("max_new_tokens top_k top_p seed", SAMPLING)],
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a running server of any engine under load: throughput, latency and acceptance.
 
@@ -194,83 +196,54 @@ def bench_server(
     sets = read_prompt_sets(list(what.prompts), how.limit)
     arguments = {
         "url": url,
-        "against": what.against,
-        "model": what.model,
-        "raw": what.raw,
+        **_picked(what, "against model raw"),
         "prompts": [str(path) for path in what.prompts],
         "limit": how.limit,
         "temperatures": ",".join(f"{temperature:g}" for temperature in what.temperature),
-        **{name: getattr(sampling, name) for name in ("max_new_tokens", "top_k", "top_p", "seed")},
+        **_picked(sampling, "max_new_tokens top_k top_p seed"),
         **asdict(load),
     }
 
-    from blockdraft.evaluation.servers.measure import Server
+    from blockdraft.data.folder import check_overwrite
+    from blockdraft.evaluation.servers import report
+    from blockdraft.evaluation.servers.measure import Server, measure
 
     key = os.environ.get(SERVER_KEY)
     servers = [Server(place, what.model, key, what.raw) for place in (url, what.against) if place is not None]
-    if _measure_servers(servers, sets, params, load, arguments, what):
-        raise typer.Exit(1)
-
-
-def _measure_servers(
-    servers: Sequence[Server],
-    sets: Sequence[PromptSet],
-    params: Sequence[SamplingParams],
-    load: LoadSettings,
-    arguments: dict[str, Any],
-    what: ServerBenchSettings,
-) -> int:
-    """Measure, write and print.
-
-    Returns:
-        The number of failed requests.
-
-    Raises:
-        UsageError: A server died or hung after the first level. What was measured before is written and printed.
-    """
-    from blockdraft.data.folder import check_overwrite
-    from blockdraft.evaluation.servers import report
-    from blockdraft.evaluation.servers.measure import measure
-
     if what.out is not None:
-        check_overwrite(what.out, (report.JSON, report.CSV), what.overwrite)
+        check_overwrite(what.out, (report.JSON, report.CSV), overwrite)
     with exit_on_interrupt(DISCARDED), display.progress("requests") as progress:
         measured = measure(servers, sets, params, load, progress)
     try:
         if what.out is not None:
             report.write(what.out, measured, arguments)
     finally:  # also if the disk is full
-        if what.as_json:
+        if as_json:
             print(report.as_json(measured, arguments), end="")
         else:
             report.show(standard(), measured)
         sys.stdout.flush()
-    if measured.stopped:
+    if measured.stopped:  # a server died or hung after the first level
         place = "printed" if what.out is None else f"printed and in {what.out}"
         raise UsageError(f"{measured.stopped} What was measured before is {place}.")
-    return sum(level.failed for level in measured.levels)
+    if any(level.failed for level in measured.levels):
+        raise typer.Exit(1)
 
 
 @settings
-class SuiteBenchSettings:
+class SuiteBenchSettings(MethodSettings):
     """Methods that `blockdraft bench suite` measures, and what it writes."""
 
-    methods: MethodNames = Field(f"{PLAIN},{CHAIN}", description=METHODS)
-    drafter: MethodsDrafter = Field(None, description=DRAFTER)
+    methods: Annotated[str, Flag(metavar="NAME,...")] = Field(f"{PLAIN},{CHAIN}")
     temperature: Temperatures = Field((SamplingParams.temperature,), description=TEMPERATURES)
     out: Results = Field(
         None,
         description="Folder for suite.json and suite.csv, written set by set. The same command resumes from there.",
     )
-    overwrite: Overwrite = Field(False, description=OVERWRITE)
-    as_json: AsJson = Field(False, description=JSON)
 
 
 def bench_suite(
     *,
-    suite: Annotated[
-        str, typer.Argument(metavar=f"[{'|'.join(SUITES)}]", help="The suite; there is one, the DFlash paper's.")
-    ] = "paper",
     run: Decoded,
     what: SuiteBenchSettings,
     network: DraftNetwork,
@@ -278,9 +251,11 @@ def bench_suite(
     how: Annotated[Settings, Only("tree_budget")],
     cuts: Cuts,
     drafting: FixedDrafting = FIXED,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the prompt sets of the DFlash paper (arXiv 2602.06036), and print its figures next to yours."""
-    methods = _methods(run, what, drafting, how)
+    methods = what.parsed(run.target, drafting, how)
     tell_unused(cuts, what.temperature, _sampled(methods))
     params = [
         replace(cuts, max_new_tokens=settings.max_new_tokens, temperature=temperature, seed=settings.seed)
@@ -294,32 +269,33 @@ def bench_suite(
     from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
     from blockdraft.folders import held
 
-    tasks = chosen_tasks(suite, settings.tasks)
+    tasks = chosen_tasks("paper", settings.tasks)
     prompts = read_tasks(tasks, settings.suite_data, settings.limit)
     check_methods(methods)
     target = run.load_for(None, network)
     machine = hardware(target.device)
-    arguments: dict[str, Any] = {
-        "suite": suite,
-        "drafter": what.drafter,
-        **{name: value for name, value in asdict(network).items() if value},
-        "methods": {method.name: asdict(method.drafting) for method in methods},
-        **{name: getattr(settings, name) for name in ("limit", "max_new_tokens", "seed")},
-        "top_k": cuts.top_k,
-        "top_p": cuts.top_p,
-        **asdict(run),
+    running = {
         "dtype": str(target.dtype).removeprefix("torch."),
         "running": target.running,
         "machine": machine["gpu"] or machine["cpu"],
     }
-    about = {name: arguments[name] for name in ("dtype", "running", "machine")}
-    about |= {"hardware": machine, "blockdraft": version("blockdraft")}
+    arguments: dict[str, Any] = {
+        "suite": "paper",
+        "drafter": what.drafter,
+        **{name: value for name, value in asdict(network).items() if value},
+        "methods": {method.name: asdict(method.drafting) for method in methods},
+        **_picked(settings, "limit max_new_tokens seed"),
+        **_picked(cuts, "top_k top_p"),
+        **asdict(run),
+        **running,
+    }
+    about = {**running, "hardware": machine, "blockdraft": version("blockdraft")}
     measured = results.Results(arguments, about, settings.paper_model or model_of(target.architecture))
     out = what.out
     resumable = "nothing was written" if out is None else f"the same command resumes from {out}"
     with held(out, "blockdraft bench suite") if out is not None else nullcontext():
         if out is not None:
-            measured = results.resumed(measured, out, what.overwrite)
+            measured = results.resumed(measured, out, overwrite)
         missing = [
             (task, sampling)
             for sampling in params
@@ -336,22 +312,17 @@ def bench_suite(
                 if out is not None:
                     results.write(out, measured)
     measured = measured.only([task.name for task in tasks], [sampling.temperature for sampling in params])
-    if what.as_json:
+    if as_json:
         print(measured.as_json(), end="")
     else:
         results.show(standard(), measured, tasks)
     sys.stdout.flush()
 
 
-def _methods(run: Decoded, what: BenchSettings | SuiteBenchSettings, drafting: Drafting, how: Settings) -> list[Method]:
-    """Return the methods to compare. Raise a UsageError if one needs a drafter and none is known."""
-    extent = drafting.block_size, how.tree_budget, drafting.draft_window, drafting.draft_passes
-    methods = parse_methods(what.methods, what.drafter, *extent)
-    if any(method.drafter is None for method in methods):
-        need_drafter(run.target, what.drafter, "name other methods")
-    return methods
-
-
 def _sampled(methods: Sequence[Method]) -> set[str]:
     """Return the names of the methods that sample draft tokens."""
     return {method.name for method in methods if method.drafting.sampled}
+
+
+def _picked(values: object, names: str) -> dict[str, Any]:
+    return {name: getattr(values, name) for name in names.split()}

@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 BatchSize = Annotated[DataSettings, Only("batch_size")]
 
 
-@settings
-class PromptsOut:
-    """Where prompts go."""
-
-    out: Folder = Field(description="Folder for prompts.jsonl and held-out.jsonl.")
-
-
 def prompts(
     *,
     sources: Annotated[
@@ -43,7 +36,7 @@ def prompts(
             show_default=False,
         ),
     ] = None,
-    where: PromptsOut,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for prompts.jsonl and held-out.jsonl.")],
     run: Trained,
     settings: PromptSettings,
     records: Records,
@@ -64,10 +57,8 @@ def prompts(
     quiet()
     records = replace(records, limit=settings.pool)
     complaints = Complaints()
-    with complaints.noting():
-        check_writable(where.out)
-    with complaints.noting():
-        check_sources(sources or (), records)
+    complaints.noted(check_writable, out)
+    complaints.noted(check_sources, sources or (), records)
     complaints.check()
     if sources:
         chosen = read_prompts(sources, records, load_target_text(run.target or "bundled", run.revision), settings)
@@ -78,10 +69,10 @@ def prompts(
             Engine(target, load_drafter("none", target=target), how.batch_size) as engine,
         ):
             chosen = write_prompts(engine, settings, progress)
-    store(where.out, chosen)
+    store(out, chosen)
     part = "" if chosen.available is None else f"{len(chosen.records)} of "
     count = counted(chosen.available or len(chosen.records), "prompt")
-    tell(f"{where.out}: {part}{count}, {len(chosen.held_out)} held out")
+    tell(f"{out}: {part}{count}, {len(chosen.held_out)} held out")
 
 
 @settings
@@ -106,7 +97,6 @@ class DataOut:
     quantize: Annotated[Quantize | None, Flag(panel=MODEL)] = Field(
         None, description="Quantize the target that writes the responses. int4 is for CPUs, fp8 for NVIDIA GPUs."
     )
-    as_json: AsJson = Field(False, description="Print the manifest as JSON instead of a summary.")
 
     def __post_init__(self) -> None:
         if (self.server is None) != (self.model is None):
@@ -115,8 +105,6 @@ class DataOut:
             raise UsageError("--drafter is for our own engine; leave it out with --server.")
 
 
-Responses = Annotated[SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)]
-DATA_FIELDS = "split subset limit text_field prompt_field response_field"
 WRITTEN = DataSettings(writer="target")  # the writer is settled later; `continued` needs one
 
 
@@ -138,7 +126,8 @@ def data(
         SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)
     ] = WRITTEN.sampling,
     how: Annotated[DataSettings, Only("length template_args split_turns continued batch_size")] = WRITTEN,
-    records: Annotated[RecordSettings, Only(DATA_FIELDS, DATA)],
+    records: Annotated[RecordSettings, Only("split subset limit text_field prompt_field response_field", DATA)],
+    as_json: AsJson = False,
 ) -> None:
     """Turn conversations or text into the tokens and loss masks that a drafter is trained on.
 
@@ -166,13 +155,10 @@ def data(
     writer: Literal["text", "target", "server"] = "text" if not regenerate else "server" if server else "target"
     settings = replace(how, writer=writer, author=where.model, sampling=sampling)
     # Faults of the files are reported before the target is loaded, and faults of records before its weights are.
-    complaints, template = Complaints(), None
-    with complaints.noting():
-        check_writable(out)
-    with complaints.noting():
-        check_sources(sources, records)
-    with complaints.noting():
-        template = None if where.chat_template is None else _read(where.chat_template)
+    complaints = Complaints()
+    complaints.noted(check_writable, out)
+    complaints.noted(check_sources, sources, records)
+    template = complaints.noted(_read, where.chat_template)
     complaints.check()
     text = load_target_text(run.target or "bundled", run.revision)
     _set_template(text, template)
@@ -198,13 +184,13 @@ def data(
         responder = EngineResponder(Engine(target, drafter, how.batch_size))
     arguments = {"sources": sources, "limit": records.limit, "split": records.split, "subset": records.subset}
 
-    def finished() -> str:
+    def interrupted() -> str:
         done = f"{len(preparation.writer.done)} of {preparation.total} records"
         return f"Interrupted; {done} are kept in {out}. The same command goes on."
 
-    with exit_on_interrupt(finished), display.progress("records") as progress:
+    with exit_on_interrupt(interrupted), display.progress("records") as progress:
         manifest = preparation.run(responder, progress, tell, target=str(run.target or "bundled"), arguments=arguments)
-    if where.as_json:
+    if as_json:
         print(json.dumps(manifest))
         return
     counts = manifest["counts"]
@@ -219,9 +205,9 @@ def data(
         print(f"left out, {reason}: {counted(count, 'record')}")
 
 
-def _read(template: Path) -> str:
+def _read(template: Path | None) -> str | None:
     try:
-        return template.read_text(encoding="utf-8")
+        return None if template is None else template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{template} cannot be read ({error}).") from error
 
@@ -231,17 +217,12 @@ def _set_template(target: Target | TargetText, template: str | None) -> None:
         target.tokenizer.chat_template = template
 
 
-@settings
-class StoreSettings:
-    """Training data, and the folder of their hidden states."""
-
-    data: Folder = Field(description="Folder made by `blockdraft data`.")
-    out: Folder = Field(description="Folder of the hidden states, new or of an interrupted run.")
-
-
 def hidden_states(
     *,
-    where: StoreSettings,
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the hidden states, new or of an interrupted run.")
+    ],
     run: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
     how: HiddenStateSettings,
 ) -> None:
@@ -253,16 +234,16 @@ def hidden_states(
     from blockdraft.data.hidden_states import plan_hidden_states, size
     from blockdraft.data.target_layers import chosen_target_layers
 
-    documents = read_data(where.data)
+    documents = read_data(data)
     target = run.load()
     layers = chosen_target_layers(how.target_layers, target.num_layers)
-    cache = plan_hidden_states(where.out, target, documents, layers, how)
+    cache = plan_hidden_states(out, target, documents, layers, how)
     names = ", ".join(map(str, layers))
     tell(
         f"{counted(len(documents), 'document')}, {sum(documents.lengths)} tokens, layers {names}: "
         f"{size(cache.need)} to write, {size(cache.free)} free"
     )
-    resumable = f"Interrupted; what is finished is kept in {where.out}. The same command resumes the run."
+    resumable = f"Interrupted; what is finished is kept in {out}. The same command resumes the run."
     with exit_on_interrupt(resumable), display.progress("tokens") as progress:
         cache.write(lambda done, total: progress("hidden states", done, total))
-    print(f"{where.out}: hidden states of {counted(len(documents), 'document')}, layers {names}")
+    print(f"{out}: hidden states of {counted(len(documents), 'document')}, layers {names}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import downloads, new_table, standard, tell
+from blockdraft.cli.display import BYTES, new_table, progress, standard, tell
 from blockdraft.cli.target import load
 from blockdraft.errors import UsageError
 from blockdraft.settings import settings
@@ -75,12 +75,8 @@ def demo(*, how: DemoSettings) -> None:
         console.print(f"> {question}\n", soft_wrap=True)
         if console.is_terminal:
             answers.stream_answer(console, engine, question, params)
-            with answers.notice(console, "measuring ..."):
-                comparisons[topic] = answers.compare_with_plain(engine, question, params)
-            console.print()
-        else:
-            comparisons[topic] = answers.compare_with_plain(engine, question, params)
-            console.print(f"{comparisons[topic].drafted.text}\n", soft_wrap=True)
+        comparisons[topic] = answers.compare_with_plain(engine, question, params)
+        console.print("" if console.is_terminal else f"{comparisons[topic].drafted.text}\n", soft_wrap=True)
     show(console, comparisons)
     cost = forward_cost(target, LONG_PASS)
     console.print(
@@ -100,8 +96,8 @@ def _pulled() -> str:
 
     if pulled(known(DEFAULT)) is None:
         try:
-            with downloads() as progress:
-                pull(known(DEFAULT), tell=tell, progress=progress)
+            with progress(BYTES) as show_progress:
+                pull(known(DEFAULT), tell=tell, progress=show_progress)
         except UsageError as error:
             tell(f"{error}\nThe bundled tiny model is shown instead.")
             return "bundled"
@@ -124,7 +120,7 @@ def show(console: Console, comparisons: dict[str, Comparison]) -> None:
             f"{drafted.tokens_per_second:.0f}",
             "?" if comparison.speedup is None else f"{comparison.speedup:.2f}",
             f"{drafted.tau:.2f}",
-            comparison.verdict,
+            "identical" if comparison.first_difference is None else "DIFFER",
         )
     console.print(table)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +15,10 @@ import typer
 from pydantic import Field
 
 from blockdraft.cli import display
-from blockdraft.cli.display import exit_on_interrupt, tell, terminal
+from blockdraft.cli.display import exit_on_interrupt, standard, tell
 from blockdraft.cli.generate import PromptArgument, checked_text, read_prompt, read_prompts
 from blockdraft.cli.options import DATA, MODEL, Only, RecipeCommand, add
-from blockdraft.cli.target import AsJson, Folder, RecordFields, TargetSettings, quiet
+from blockdraft.cli.target import AsJson, Folder, RecordFields, TargetSettings, exclude, quiet
 from blockdraft.cli.train import SHOW_RECIPE, RecipeFile, ShowRecipe, check_given, missing_package
 from blockdraft.diffusion.settings import (
     ConvertSettings,
@@ -26,7 +27,6 @@ from blockdraft.diffusion.settings import (
     NewSettings,
     SampleSettings,
 )
-from blockdraft.errors import UsageError
 from blockdraft.settings import Count, Flag, as_toml, read_settings, settings
 
 if TYPE_CHECKING:
@@ -168,20 +168,16 @@ def train(*, context: typer.Context, recipe: RecipeFile = None, what: TrainSetti
     texts = read_texts(what.data, records, model)
     finish_on_signal(out)
     checkpoints = run_folder(out) / "checkpoints"
-    message = lambda: after_interruption(checkpoints) if accelerator.is_main_process else None  # noqa: E731
-    with exit_on_interrupt(message), display.progress("done") as progress:
+
+    def interrupted() -> str | None:
+        return after_interruption(checkpoints) if accelerator.is_main_process else None
+
+    with exit_on_interrupt(interrupted), display.progress("done") as progress:
         log = train_model(model, texts, steps, out, settings, Progress(progress, tell), accelerator)
     if accelerator.is_main_process:
         bits = next((line["held_out_bits"] for line in reversed(log) if "held_out_bits" in line), None)
         measured = "" if bits is None else f", {bits:.3f} bits per held-out token"
         tell(f"The model is in {out}{measured}; log and checkpoints are in {run_folder(out)}.")
-
-
-@settings
-class PerplexitySettings:
-    """How `blockdraft diffusion perplexity` prints."""
-
-    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
 def perplexity(
@@ -190,7 +186,7 @@ def perplexity(
     model: Model,
     settings: LikelihoodSettings,
     records: RecordFields,
-    how: PerplexitySettings,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the perplexity of a text for a block-diffusion model.
 
@@ -203,7 +199,7 @@ def perplexity(
     texts = read_texts([file], records, loaded)
     with display.progress("batches") as progress:
         result = likelihood(loaded, texts, settings, progress)
-    if how.as_json:
+    if as_json:
         print(json.dumps(asdict(result)))
         return
     bound = "" if result.exact else "at most "
@@ -233,23 +229,22 @@ class GenerateSettings:
     steps_file: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         None, description="Picture of the passes: a .gif is a film, a .png shows them one below the other."
     )
-    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
-def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSettings, how: GenerateSettings) -> None:
+def generate(
+    *,
+    prompt: PromptArgument = None,
+    model: Model,
+    settings: SampleSettings,
+    how: GenerateSettings,
+    as_json: AsJson = False,
+) -> None:
     """Write text, a block at a time."""
-    single = {
-        "a prompt": prompt,
-        "--infill": how.infill,
-        "--show-steps": how.show_steps,
-        "--steps-file": how.steps_file,
-    }
-    other = next((name for name, value in single.items() if value not in (None, False)), None)
-    if how.prompts is not None and other is not None:
-        raise UsageError(f"--prompts {how.prompts} and {other} exclude each other; leave one of them out.")
-    if how.infill is not None and (prompt is not None or how.stop):
-        other = "a prompt" if prompt is not None else "--stop"
-        raise UsageError(f"--infill and {other} exclude each other; leave one of them out.")
+    if how.prompts is not None:
+        single = ("--infill", how.infill), ("--show-steps", how.show_steps), ("--steps-file", how.steps_file)
+        exclude(f"--prompts {how.prompts}", ("a prompt", prompt), *single)
+    if how.infill is not None:
+        exclude("--infill", ("a prompt", prompt), ("--stop", how.stop))
     infill = None if how.infill is None else checked_text(how.infill)
     texts = [] if infill is not None else read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
 
@@ -262,7 +257,7 @@ def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSet
         check_picture(how.steps_file)
     loaded = model.load()
     sampler = Sampler(loaded, settings, stop=how.stop)
-    run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
+    run: Callable[[Watch | None], Iterable[Chunk]] = partial(sampler.stream, texts)
     if infill is not None:
         tokens = encode_gaps(infill, settings.max_new_tokens, loaded)
         num_after, num_unseen = count_unseen(tokens, loaded.config.block_size)
@@ -271,11 +266,11 @@ def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSet
                 f"{num_unseen} of the {num_after} tokens after the gap are in other blocks, so it does not see them; "
                 f"--block-size {len(tokens)} makes one block of the whole text."
             )
-        run = lambda watch: sampler.fill([tokens], watch)  # noqa: E731
-    if how.prompts is not None or how.as_json:
+        run = partial(sampler.fill, [tokens])
+    if how.prompts is not None or as_json:
         _print_json(sampler, run, max(len(texts), 1), keep_steps=how.show_steps)
     else:
-        with _shown_steps(loaded) if how.show_steps else _plain() as (watch, write):
+        with _shown(loaded, how.show_steps) as (watch, write):
             for chunk in run(watch):
                 write(chunk)
     if how.steps_file is not None:
@@ -303,15 +298,12 @@ def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]]
 
 
 @contextmanager
-def _plain() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
-    """Print blocks as they come."""
-    yield None, lambda chunk: print(chunk.text, end="", flush=True)
-    print()
+def _shown(model: DiffusionModel, steps: bool) -> Iterator[tuple[Watch | None, Callable[[Chunk], None]]]:
+    """Print blocks as they come. With `steps`, a terminal shows blocks change; else standard error has a line per pass.
 
-
-@contextmanager
-def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk], None]]]:
-    """Show each pass: a terminal shows the block change in place; otherwise standard error gets a line per pass."""
+    Yields:
+        What to call after each pass, and for each block.
+    """
     from rich.live import Live
     from rich.text import Text
 
@@ -322,12 +314,13 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
     def spell(block: Sequence[int | None]) -> str:
         return "".join(UNKNOWN if token is None else token_text(token, model) for token in block)
 
-    if not sys.stdout.isatty():
-        with _plain() as (_, write_plain):
-            yield lambda row, block: tell(repr(spell(block))), write_plain
+    if not steps or not sys.stdout.isatty():
+        watch_plain: Watch | None = (lambda row, block: tell(repr(spell(block)))) if steps else None
+        yield watch_plain, lambda chunk: print(chunk.text, end="", flush=True)
+        print()
         return
     written = Text()
-    with Live(written, console=terminal(), auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(written, console=standard(), auto_refresh=False, vertical_overflow="visible") as live:
 
         def watch(row: int, block: Sequence[int | None]) -> None:
             live.update(written + Text(spell(block), style=DRAFTED), refresh=True)

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from blockdraft.models.pull import Progress as PullProgress
-
 LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
-
-
-def terminal() -> Console:
-    """Return the console of a terminal. Brackets in names and tokens are not markup."""
-    return Console(highlight=False, markup=False)
-
-
-def plain(width: int = 100) -> Console:
-    """Return a console without colours and lines, whatever the environment asks for."""
-    return Console(file=sys.stdout, force_terminal=False, highlight=False, markup=False, width=width)
+BYTES = "bytes"  # noun of the progress of a download
 
 
 def standard(width: int = 100) -> Console:
-    """Return the console of standard output. The width is for output that is no terminal."""
-    return terminal() if sys.stdout.isatty() else plain(width)
+    """Return the console of standard output. Brackets in names and tokens are not markup.
+
+    Args:
+        width: Width where the output is no terminal. Then there are no colours or lines, whatever the environment says.
+    """
+    is_terminal = sys.stdout.isatty()
+    return Console(
+        file=sys.stdout,
+        force_terminal=None if is_terminal else False,
+        width=None if is_terminal else width,
+        highlight=False,
+        markup=False,
+    )
 
 
 def new_table(console: Console, *headers: str, **settings: Any) -> Table:
@@ -41,6 +40,13 @@ def new_table(console: Console, *headers: str, **settings: Any) -> Table:
     for header in headers:
         table.add_column(header.removeprefix(">"), justify="right" if header.startswith(">") else "left")
     return table
+
+
+def print_facts(console: Console, facts: Iterable[tuple[str, object]], width: int, indent: str = "") -> None:
+    """Print names and values in two columns of which the first has this width. Empty values are left out."""
+    for name, value in facts:
+        if value not in (None, ""):
+            console.print(f"{indent}{name:{width}}{value}", soft_wrap=True)
 
 
 def tell(text: str | None) -> None:
@@ -63,7 +69,8 @@ def exit_on_interrupt(message: Callable[[], str | None] | str) -> Iterator[None]
 def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show on standard error how far a long command is.
 
-    A terminal shows a bar. Otherwise a line is printed where each stage begins and ends, and once a minute.
+    A terminal shows a bar. Otherwise a line is printed where each stage begins and ends, and once a minute; for
+    `BYTES`, only where it begins.
 
     Args:
         noun: What is counted, such as "answers".
@@ -74,23 +81,29 @@ def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
     """
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as TimeColumn
 
         stage_column = TextColumn("{task.description}", markup=False)
-        columns = stage_column, BarColumn(), MofNCompleteColumn(), TextColumn(f"{noun}, left:"), TimeRemainingColumn()
+        counts = (MofNCompleteColumn(), TextColumn(f"{noun}, left:"), TimeColumn()) if noun != BYTES else ()
+        columns = stage_column, BarColumn(), *(counts or (DownloadColumn(),))
         with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
             task = bar.add_task("")
-
-            def draw(stage: str, done: int, total: int) -> None:
-                bar.update(task, description=stage, completed=done, total=total, refresh=True)
-
-            yield draw
+            yield lambda stage, done, total: bar.update(
+                task, description=stage, completed=done, total=total, refresh=True
+            )
         return
     stage_start = last_line = last_call = time.monotonic()
     last_done: int | None = None
+    stages: list[str] = []
 
     def write_line(stage: str, done: int, total: int) -> None:
         nonlocal stage_start, last_line, last_call, last_done
+        if noun == BYTES:
+            if stages[-1:] != [stage]:
+                stages.append(stage)
+                tell(stage)
+            return
         is_new = last_done is None or done < last_done
         stage_start = last_call if is_new else stage_start
         last_call, last_done = time.monotonic(), done
@@ -101,32 +114,3 @@ def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
             tell(f"{stage}: {done} of {total} {noun}" + (f", about {duration} left" if 0 < done < total else ""))
 
     yield write_line
-
-
-@contextmanager
-def downloads() -> Iterator[PullProgress]:
-    """Show on standard error how far a download is: a bar on a terminal, else a line where each stage begins."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    console = Console(stderr=True, highlight=False, markup=False)
-    stages: list[str] = []
-    if not console.is_terminal:
-
-        def write_line(stage: str, done: int, total: int) -> None:
-            if stages[-1:] != [stage]:
-                stages.append(stage)
-                tell(stage)
-
-        yield write_line
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", visible=False)
-
-        def draw(stage: str, done: int, total: int) -> None:
-            # A stage without a total shows a bar of its own, such as pip's.
-            bar.update(task, description=stage, completed=done, total=total, visible=total > 0)
-            if not total:
-                tell(stage)
-
-        yield draw

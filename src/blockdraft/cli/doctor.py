@@ -30,18 +30,24 @@ SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 class Patient:
     """The drafter that `blockdraft doctor` examines."""
 
-    drafter: Annotated[str | None, Flag(metavar="DIR", panel=DRAFTING)] = Field(
-        None, description="Folder of a drafter; by default the target's bundled one."
+    drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
+        None, description="Folder, GGUF file or hub name of a drafter; by default the target's bundled one."
     )
     prompts: Files = Field(
         (),
         description="Prompts, as for `blockdraft bench`, preferably of the kind that the drafter was trained on. By "
         "default a few questions, which are too short to show a wrong window.",
     )
-    as_json: AsJson = Field(False, description="Print JSON instead of tables.")
 
 
-def doctor(*, run: Decoded, what: Patient, how: Annotated[Settings, Only("limit")], settings: DoctorSettings) -> None:
+def doctor(
+    *,
+    run: Decoded,
+    what: Patient,
+    how: Annotated[Settings, Only("limit")],
+    settings: DoctorSettings,
+    as_json: AsJson = False,
+) -> None:
     """Find out why a drafter's draft tokens are rejected.
 
     It decodes some prompts, runs the drafter again on the finished texts, and checks whether it would do better if its
@@ -64,7 +70,7 @@ def doctor(*, run: Decoded, what: Patient, how: Annotated[Settings, Only("limit"
     tell(f"Target {target.path}, drafter {examined}.")
     with display.progress("checks") as progress:
         diagnosis = examine(target, examined, texts, settings, progress)
-    if what.as_json:
+    if as_json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         show(standard(), diagnosis)

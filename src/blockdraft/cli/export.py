@@ -46,8 +46,8 @@ def export(
         str,
         typer.Argument(
             metavar="DRAFTER",
-            help="Drafter in any format that `generate` reads, as a folder or GGUF file; bundled is the target's "
-            "bundled one, for the tiny model the DFlash drafter.",
+            help="Drafter in any format that `generate` reads, as a folder, GGUF file or hub name; bundled is the "
+            "target's bundled one, for the tiny model the DFlash drafter.",
         ),
     ],
     *,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import plain, tell, terminal
+from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DATA, OUTPUT
 from blockdraft.cli.target import (
     AsJson,
@@ -25,13 +25,14 @@ from blockdraft.cli.target import (
     Sampling,
     auto_by_default,
     drafter_or_lookup,
+    exclude,
     tell_unused,
 )
 from blockdraft.errors import UsageError
 from blockdraft.machine import PeakMemory, uncollected
 from blockdraft.settings import Count, Flag, settings
 from blockdraft.timing import telling
-from blockdraft.types import Drafting, DraftModel, SamplingParams
+from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Chunk, Engine
@@ -56,7 +57,6 @@ class GenerateSettings:
     compare: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         False, description="Decode without the drafter as well, and compare speed and tokens."
     )
-    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
 def generate(
@@ -68,6 +68,7 @@ def generate(
     sampling: Sampling,
     drafting: HowFar,
     how: GenerateSettings,
+    as_json: AsJson = False,
 ) -> None:
     """Answer a prompt.
 
@@ -77,9 +78,8 @@ def generate(
     # All runs of a comparison share one seed.
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
     tell_unused(params, [params.temperature], drafting.sampled)
-    if how.prompts is not None and (prompt is not None or how.compare):
-        other = "--compare" if how.compare else "a prompt"
-        raise UsageError(f"--prompts {how.prompts} and {other} exclude each other; leave one of them out.")
+    if how.prompts is not None:
+        exclude(f"--prompts {how.prompts}", ("--compare", how.compare), ("a prompt", prompt))
     if how.compare and drafting.sampled and params.temperature:
         raise UsageError(
             "--compare and --sampled exclude each other at a temperature, since their tokens differ. To compare "
@@ -89,53 +89,40 @@ def generate(
 
     with uncollected():
         from blockdraft.cli import answers
+        from blockdraft.drafters import load_drafter
+        from blockdraft.engine import Engine
 
-        peak = PeakMemory() if how.as_json else None  # on top of what the imports take
-        batch_size = how.batch_size or (None if how.prompts else 1)
-        engine = load_engine(run, place, network, auto_by_default(drafting), batch_size)
+        peak = PeakMemory() if as_json else None  # on top of what the imports take
+        size = {"max_batch_size": how.batch_size or 1} if how.batch_size or not how.prompts else {}
+        target = run.load_for(place, network)
+        loaded = load_drafter(place, target=target, **network.options())
+        engine = Engine(target, loaded, drafting=auto_by_default(drafting), **size)
 
     if how.prompts:
         _answer_all(engine, texts, params)
         tell(answers.ahead_note(engine.drafter))
         return
     [text] = texts
-    comparison = None
-    if sys.stdout.isatty() and not how.as_json:
-        console = terminal()
-        stats = answers.stream_answer(console, engine, text, params)
-        if how.compare:
-            with answers.notice(console, "measuring ..."):
-                comparison = answers.compare_with_plain(engine, text, params)
-            answers.show_comparison(console, comparison)
-    else:
-        what = "Answering with and without the drafter" if how.compare else "Answering"
-        with telling(tell, what, at_once=False):
-            comparison = answers.compare_with_plain(engine, text, params) if how.compare else None
+    console, shows_tokens = standard(), sys.stdout.isatty() and not as_json
+    if shows_tokens:
+        answers.stream_answer(console, engine, text, params)
+    what = "Answering with and without the drafter" if how.compare else "Answering"
+    with telling(tell, what, at_once=False):
+        comparison = answers.compare_with_plain(engine, text, params) if how.compare else None
+        if not shows_tokens:
             completion = comparison.drafted if comparison else engine.generate([text], params)[0].checked()
-        stats = completion.stats
-        if peak is not None:
-            planned = engine.memory.of_one(engine.request(text, params).slots)
-            memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
-            print(json.dumps({**answers.as_dict(completion, comparison, engine), "memory": memory}))
-        else:
+    if peak is not None:
+        planned = engine.memory.of_one(engine.request(text, params).slots)
+        memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
+        print(json.dumps({**answers.as_dict(completion, comparison, engine), "memory": memory}))
+    else:
+        if not shows_tokens:
             print(completion.text)
-            if comparison:
-                answers.show_comparison(plain(), comparison)
-        sys.stdout.flush()  # a closed pipe still ends the command quietly here
-    tell(answers.slower_note(engine, stats, comparison))
+        if comparison:
+            answers.show_comparison(console, comparison)
+    sys.stdout.flush()  # a closed pipe still ends the command quietly here
+    tell(answers.slower_note(engine, comparison) if comparison else None)
     tell(answers.ahead_note(engine.drafter))
-
-
-def load_engine(
-    run: Decoded, drafter: str | None, network: DraftModel, drafting: Drafting, batch_size: int | None
-) -> Engine:
-    """Load target and drafter, and return their engine."""
-    from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Engine
-
-    target = run.load_for(drafter, network)
-    size = {} if batch_size is None else {"max_batch_size": batch_size}
-    return Engine(target, load_drafter(drafter, target=target, **network.options()), drafting=drafting, **size)
 
 
 def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> None:
@@ -176,7 +163,7 @@ def read_prompt(prompt: str | None) -> str:
         raise UsageError("There is no prompt; give one as an argument or on standard input.")
     else:
         try:
-            text = sys.stdin.read().removesuffix("\n")
+            text = sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"Standard input is not {error.encoding} text ({error.reason}).") from error
     if not text.strip():
@@ -185,7 +172,7 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def checked_text(text: str) -> str:
-    """Return the text, or raise a UsageError for invalid bytes of the command line, which come as lone surrogates."""
+    """Return the text. Raise a UsageError for invalid bytes of the command line, which come as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

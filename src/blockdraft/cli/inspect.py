@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import new_table, tell, terminal
+from blockdraft.cli.display import new_table, standard, tell
 from blockdraft.cli.target import AsJson, quiet
 from blockdraft.settings import Flag, settings
 from blockdraft.timing import telling
@@ -38,7 +38,6 @@ class InspectSettings:
     revision: Annotated[str | None, Flag(metavar="NAME")] = Field(
         None, description="Branch, tag or commit of the target's repository on the hub."
     )
-    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
 def inspect(
@@ -52,6 +51,7 @@ def inspect(
     ],
     *,
     how: InspectSettings,
+    as_json: AsJson = False,
 ) -> None:
     """Show a checkpoint's kind, conventions and size, and how each engine starts with it.
 
@@ -62,7 +62,7 @@ def inspect(
     quiet()
     with telling(tell, "Reading", at_once=False):
         report = inspect_checkpoint(path, how.target, how.revision)
-    if how.as_json or not sys.stdout.isatty():
+    if as_json or not sys.stdout.isatty():
         print(json.dumps(report.as_dict(), indent=2))
     else:
         show(report)
@@ -73,7 +73,7 @@ def inspect(
 def show(report: Report) -> None:
     from rich.text import Text
 
-    console = terminal()
+    console = standard()
     console.print(Text.assemble((report.what, "bold"), f", {report.layout}: {report.path}"), soft_wrap=True)
     for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
         if facts:

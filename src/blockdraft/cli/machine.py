@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
 from blockdraft.cli.display import new_table, standard, tell
 from blockdraft.cli.options import Only, add
 from blockdraft.cli.target import AsJson, Decoded, DrafterSettings, need_drafter
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.settings import Settings
-from blockdraft.settings import settings
 
 if TYPE_CHECKING:
     from blockdraft.engine import Costs
@@ -35,7 +33,6 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
-JSON = "Print a JSON object instead of text."
 CALIBRATED = Settings(batch_size=16)
 
 PARTIAL_SECONDS = 3600.0  # age after which a partial file counts as abandoned
@@ -87,23 +84,16 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "compiled decoder", f"works, {origin}" if works else f"none, since {built.reason}"
 
 
-@settings
-class ListSettings:
-    """How `blockdraft cache list` prints."""
-
-    as_json: AsJson = Field(False, description=JSON)
-
-
-def list_(*, how: ListSettings) -> None:
+def list_(as_json: AsJson = False) -> None:
     """List the files that blockdraft keeps: their kind, size and date.
 
     Their folder is ~/.cache/blockdraft, or what BLOCKDRAFT_CACHE names.
     """
-    from blockdraft.machine import CACHED, cache_folder
+    from blockdraft.machine import CACHED, cache_folder, weights_limit
 
     kinds = {kind: _summary(_files(kind)) for kind in CACHED}
-    if how.as_json:
-        print(json.dumps({"folder": str(cache_folder()), "kinds": kinds}))
+    if as_json:
+        print(json.dumps({"folder": str(cache_folder()), "kinds": kinds, "weights_limit": weights_limit()}))
         return
     console = standard()
     table = new_table(console, "kind", ">files", ">size", "newest", "what")
@@ -112,6 +102,22 @@ def list_(*, how: ListSettings) -> None:
         table.add_row(kind, str(summary["files"]), _size(summary["bytes"]), newest, CACHED[kind])
     console.print(str(cache_folder()), soft_wrap=True)
     console.print(table)
+    console.print(f"weights: at most {weights_limit() / 1e9:.1f} GB; `blockdraft cache limit GB` sets another limit")
+
+
+def limit(
+    gigabytes: Annotated[float | None, typer.Argument(metavar="[GB]", min=0, help="New limit; 0 keeps none.")] = None,
+) -> None:
+    """Show or set the size limit of packed weights.
+
+    The least recently used ones are deleted when new ones are added. By default the limit is 20 GB, or a tenth of the
+    disk where that is less.
+    """
+    from blockdraft.machine import set_weights_limit, weights_limit
+
+    if gigabytes is not None:
+        set_weights_limit(round(gigabytes * 1e9))
+    print(f"weights: at most {weights_limit() / 1e9:.1f} GB")
 
 
 def clear(
@@ -146,44 +152,28 @@ def clear(
         print(f"{kind}: {counted(len(files), 'file')}, {_size(size)} deleted")
 
 
-def _files(kind: str) -> list[Path]:
+def _files(kind: str) -> dict[Path, os.stat_result]:
     """Return the files of a kind, without locks and files that another process may still be writing."""
     from blockdraft.machine import cache_folder
 
-    folder = cache_folder() / kind
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock")
-    return [file for file in files if not (_is_partial(file.relative_to(folder)) and _is_recent(file))]
-
-
-def _is_partial(path: Path) -> bool:
-    return any(part.endswith(".partial") for part in path.parts)
-
-
-def _is_recent(file: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return time.time() - file.stat().st_mtime < PARTIAL_SECONDS
-    return True
-
-
-def _summary(files: list[Path]) -> dict[str, Any]:
-    stats = []
-    for file in files:
+    folder, files = cache_folder() / kind, {}
+    for file in sorted(folder.rglob("*")):
         with suppress(FileNotFoundError):  # another process has deleted it
-            stats.append(file.stat())
-    newest = max((stat.st_mtime for stat in stats), default=None)
-    return {"files": len(files), "bytes": sum(stat.st_size for stat in stats), "newest": newest}
+            stat = file.stat()
+            is_partial = any(part.endswith(".partial") for part in file.relative_to(folder).parts)
+            is_recent = time.time() - stat.st_mtime < PARTIAL_SECONDS
+            if file.is_file() and file.suffix != ".lock" and not (is_partial and is_recent):
+                files[file] = stat
+    return files
+
+
+def _summary(files: dict[Path, os.stat_result]) -> dict[str, Any]:
+    newest = max((stat.st_mtime for stat in files.values()), default=None)
+    return {"files": len(files), "bytes": sum(stat.st_size for stat in files.values()), "newest": newest}
 
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-@settings
-class CalibrateSettings:
-    """How `blockdraft calibrate` measures and prints."""
-
-    anew: bool = Field(False, description="Measure again, even if stored times exist.")
-    as_json: AsJson = Field(False, description=JSON)
 
 
 def calibrate(
@@ -191,7 +181,8 @@ def calibrate(
     run: Decoded,
     drafter: DrafterSettings,
     what: Annotated[Settings, Only("batch_size")] = CALIBRATED,
-    how: CalibrateSettings,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if stored times exist.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the times of decoding steps on this machine, or show the stored ones.
 
@@ -207,14 +198,14 @@ def calibrate(
     target = run.load_for(drafter.drafter)
     loaded = load_drafter(drafter.drafter, target=target)
     file = stored_costs.path(target, loaded)
-    costs = None if how.anew else stored_costs.load(file)
+    costs = None if anew else stored_costs.load(file)
     if costs is None:
         probe = Probe(target, loaded)
         costs = stored_costs.measure(probe, loaded.block_size, what.batch_size, target.max_context, tell)
         stored_costs.store(file, costs, stored_costs.pair_of(target, loaded))
     else:
         tell(f"From {file}; --anew measures again.")
-    if how.as_json:
+    if as_json:
         print(json.dumps({**asdict(costs), "backend": target.backend, "running": target.running}))
     else:
         show_costs(costs, loaded.block_size, target.running)
@@ -243,4 +234,5 @@ def show_costs(costs: Costs, block_size: int, running: str) -> None:
 
 
 add(cache, list_, "list")
+add(cache, limit)
 add(cache, clear)

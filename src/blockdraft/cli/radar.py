@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import new_table, print_facts, standard, tell
 from blockdraft.cli.target import AsJson
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, settings
@@ -59,9 +59,7 @@ class RadarSettings:
     ram: Annotated[float | None, Flag(metavar="GB")] = Field(
         None, description="Memory of a CPU, or of a chip that shares it."
     )
-    licence: str | None = Field(None, description="Show only models whose licence has this text in its name.")
     least_speed: float = Field(0.0, description="Show only models that decode at least X tokens per second.")
-    limit: int = Field(25, description="Maximum number of rows; 0 shows all.")
     devices: bool = Field(False, description="List the devices that have names.")
     train: bool = Field(False, description="Show what training a drafter would cost instead.")
     samples: int | None = Field(None, description="Number of prompts, for --train.")
@@ -69,44 +67,39 @@ class RadarSettings:
     export: Annotated[Path | None, Flag(metavar="DIR")] = Field(
         None, description="Write the page, which any web server can offer, to a folder."
     )
-    as_json: AsJson = Field(False, description="Print JSON instead of text.")
 
 
-def radar(*, what: RadarSettings) -> None:
+def radar(*, what: RadarSettings, as_json: AsJson = False) -> None:
     """Show which models fit a device, and how fast they are there, plain and drafted, without a download.
 
     Speeds are intervals, from the device's bandwidth and arithmetic and from published tau. Where drafting is slower,
     that is shown. `blockdraft serve` offers the same as a page at /radar.
     """
-    from blockdraft.radar.drafting import checked_task
-    from blockdraft.radar.shape import known_shapes, read_shape
-
     console = standard(WIDTH)
     if what.devices:
-        show_devices(console, what.as_json)
+        show_devices(console, as_json)
         return
     if what.export is not None:
         from blockdraft.radar.page import export_page
 
         print(export_page(what.export))
         return
+    from blockdraft.radar.drafting import checked_task
+    from blockdraft.radar.shape import known_shapes, read_shape
+
     checked_task(what.task)
     shapes = [read_shape(name) for name in what.model] if what.model else list(known_shapes())
     drafter = None if what.drafter is None else find_drafter(what.drafter, shapes)
-    if what.licence is not None:
-        shapes = [shape for shape in shapes if what.licence.lower() in (shape.licence or "").lower()]
-        if not shapes:
-            raise UsageError(f"No licence has {what.licence!r} in its name; `blockdraft models` lists licences.")
     machines = list(_machines(what.device or ("here",), what.ram))
     if what.train:
         if not what.model:
             raise UsageError("--train takes one --model or more; name the target that the drafter is for.")
-        show_training(console, shapes, machines, what)
+        show_training(console, shapes, machines, what, as_json)
         return
     rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, what, drafter)]
     slow = [row for row in rows if fastest(row) < what.least_speed]
     rows = [row for row in rows if fastest(row) >= what.least_speed]
-    if what.as_json:
+    if as_json:
         print(json.dumps({"rows": [with_commands(row) for row in rows]}))
     elif what.model and len(rows) + len(slow) <= DETAILED:
         for row in [*rows, *slow]:
@@ -118,25 +111,13 @@ def radar(*, what: RadarSettings) -> None:
 
 
 def find_drafter(name: str, shapes: list[Shape]) -> Drafter:
-    """Return a published drafter of one of the models.
-
-    Raises:
-        UsageError: There is none of that name, or it is made for another target.
-    """
-    from blockdraft.models import catalogue
-
-    wanted = name.lower()
-    for shape in shapes:
-        for drafter in shape.drafters:
-            if wanted in (drafter.hub.lower(), drafter.kind):
-                return drafter
-    for model in catalogue():
-        if any(drafter.hub.lower() == wanted for drafter in model.drafters):
-            models = ", ".join(shape.name for shape in shapes[:3])
-            raise UsageError(f"{name} is a drafter of {model.id}, not of {models}; leave --drafter out, or name it.")
-    known = [drafter.hub for shape in shapes[:3] for drafter in shape.drafters][:4]
-    offer = f"of these models there are {', '.join(known)}" if known else "there is none of these models"
-    raise UsageError(f"{name!r} is no published drafter; {offer}.")
+    """Return a published drafter of one of the models, by hub name or kind."""
+    drafters = [drafter for shape in shapes for drafter in shape.drafters]
+    for drafter in drafters:
+        if name.lower() in (drafter.hub.lower(), drafter.kind):
+            return drafter
+    offer = f"there are {', '.join(drafter.hub for drafter in drafters[:4])}" if drafters else "there is none"
+    raise UsageError(f"{name!r} is no published drafter of these models; {offer}.")
 
 
 def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
@@ -235,7 +216,6 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
                 best[row.model, row.device] = row
         rows = list(best.values())
     fitting = sorted((row for row in rows if row.fits), key=lambda row: (-parameters(row), -fastest(row)))
-    shown = fitting[: what.limit] if what.limit else fitting
     several = len({row.device for row in rows}) != 1
     columns: dict[str, Callable[[Projection], str]] = {
         "device": lambda row: row.device,
@@ -254,7 +234,7 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
     table = new_table(console, *columns)
     for column in table.columns:
         column.no_wrap = column.header != "device"
-    for row in shown:
+    for row in fitting:
         table.add_row(*(cell(row) for cell in columns.values()))
     console.print(table)
     if rows:
@@ -265,46 +245,42 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
     console.print("Tokens per second: likely value (interval). Largest models that fit first.", soft_wrap=True)
     if len(fitting) < len(rows):
         console.print(f"{len(rows) - len(fitting)} more do not fit.", soft_wrap=True)
-    if len(shown) < len(fitting):
-        console.print(f"{len(fitting) - len(shown)} more fit; --limit 0 shows all.", soft_wrap=True)
 
 
 def show_row(console: Console, row: Projection) -> None:
     """Print a projection with its reasons."""
     why = row.why
-
-    def line(name: str, value: str) -> None:
-        console.print(f"  {name:14}{value}", soft_wrap=True)
-
-    fits = "fits" if row.fits else "does not fit"
-    console.print(f"{row.model}, {row.weights}, on {row.device}: {fits}", soft_wrap=True)
-    line("asked", f"context {row.context}, batch {row.batch}, task {row.task}")
     parts = {"weights": "weight", "drafter": "drafter", "caches": "cache", "workspace": "workspace"}
     sizes = ", ".join(f"{name} {gigabytes(why[f'{key}_bytes'])}" for name, key in parts.items())
-    line("memory", f"{gigabytes(row.memory_bytes)}: {sizes}")
-    line("first token", seconds(row.first_token_seconds))
-    line(
-        "plain",
-        f"{interval(row.plain)} tokens/s; a step of {1e3 * why['step_seconds']:.3g} ms reads "
-        f"{gigabytes(why['read_bytes'])} and is bound by {why['bound']}",
-    )
+    facts = [
+        ("asked", f"context {row.context}, batch {row.batch}, task {row.task}"),
+        ("memory", f"{gigabytes(row.memory_bytes)}: {sizes}"),
+        ("first token", seconds(row.first_token_seconds)),
+        (
+            "plain",
+            f"{interval(row.plain)} tokens/s; a step of {1e3 * why['step_seconds']:.3g} ms reads "
+            f"{gigabytes(why['read_bytes'])} and is bound by {why['bound']}",
+        ),
+    ]
     if row.drafted:
         tau = why["tau"]
-        line(
-            "drafted",
-            f"{interval(row.drafted)} tokens/s with blocks of {row.block_size}; a step of "
-            f"{1e3 * why['drafted_step_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
-        )
-        line("tau", f"{tau['mid']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), {why['tau_source']}")
-        line("drafter", why["drafter"] or "none is published; `blockdraft fit` makes one")
+        facts += [
+            (
+                "drafted",
+                f"{interval(row.drafted)} tokens/s with blocks of {row.block_size}; a step of "
+                f"{1e3 * why['drafted_step_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
+            ),
+            ("tau", f"{tau['mid']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), {why['tau_source']}"),
+            ("drafter", why["drafter"] or "none is published; `blockdraft fit` makes one"),
+        ]
     if why["experts_read"]:
         token, block = why["experts_read"]
-        line("experts", f"{token:g} of a layer are read for a token, {block:g} for a block")
-    line("confidence", row.confidence)
-    if why["note"]:
-        line("machine", why["note"])
-    for number, command in enumerate(commands(row)):
-        line("" if number else "run", command)
+        facts.append(("experts", f"{token:g} of a layer are read for a token, {block:g} for a block"))
+    facts += [("confidence", row.confidence), ("machine", why["note"])]
+    facts += [("" if number else "run", command) for number, command in enumerate(commands(row))]
+    fits = "fits" if row.fits else "does not fit"
+    console.print(f"{row.model}, {row.weights}, on {row.device}: {fits}", soft_wrap=True)
+    print_facts(console, facts, 14, "  ")
 
 
 def gain(row: Projection) -> str:
@@ -350,7 +326,9 @@ def show_devices(console: Console, as_json: bool) -> None:
     console.print(table)
 
 
-def show_training(console: Console, shapes: list[Shape], machines: list[Machine], what: RadarSettings) -> None:
+def show_training(
+    console: Console, shapes: list[Shape], machines: list[Machine], what: RadarSettings, as_json: bool
+) -> None:
     """Print what it costs to train a drafter for each model."""
     from blockdraft.radar.train import TrainPlan, train_cost
 
@@ -358,23 +336,23 @@ def show_training(console: Console, shapes: list[Shape], machines: list[Machine]
     plan = TrainPlan(**{name: value for name, value in given.items() if value is not None})
     [kind] = what.weights or ("bf16",)
     costs = [train_cost(shape, machine, plan, kind) for machine in machines for shape in shapes]
-    if what.as_json:
+    if as_json:
         print(json.dumps({"rows": [cost.as_dict() for cost in costs]}))
         return
     for cost in costs:
-        console.print(f"A DFlash drafter for {cost.model}, on {cost.device}", soft_wrap=True)
         target, trainer = gigabytes(cost.target_bytes), gigabytes(cost.training_bytes)
-        for name, value in {
-            "samples": f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs",
-            "responses": f"{hours(cost.response_hours)} of the target",
-            "hidden states": f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} if stored",
-            "training": f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s",
-            "all": hours(cost.hours),
-            "trained": f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations",
-            "memory": f"target {target}, trainer {trainer} per device",
-            "fits": "yes" if cost.fits else f"no; the target takes {cost.devices_needed} of these devices",
-        }.items():
-            console.print(f"  {name:10}{value}", soft_wrap=True)
+        facts = [
+            ("samples", f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs"),
+            ("responses", f"{hours(cost.response_hours)} of the target"),
+            ("hidden states", f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} if stored"),
+            ("training", f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s"),
+            ("all", hours(cost.hours)),
+            ("trained", f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations"),
+            ("memory", f"target {target}, trainer {trainer} per device"),
+            ("fits", "yes" if cost.fits else f"no; the target takes {cost.devices_needed} of these devices"),
+        ]
+        console.print(f"A DFlash drafter for {cost.model}, on {cost.device}", soft_wrap=True)
+        print_facts(console, facts, 14, "  ")
 
 
 def hours(value: float) -> str:

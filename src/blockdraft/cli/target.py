@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from pydantic import Field
 
 from blockdraft.cli.display import tell
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 
     from blockdraft.targets import Target, TargetText
 
-AsJson = Annotated[bool, Flag("--json", panel=OUTPUT)]
-Overwrite = Annotated[bool, Flag(panel=OUTPUT)]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of text.", rich_help_panel=OUTPUT, show_default=False)
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace the results in the folder.", rich_help_panel=OUTPUT, show_default=False),
+]
 Folder = Annotated[Path, Flag(metavar="DIR")]
-Sources = Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True)]
 Files = Annotated[tuple[Path, ...], Flag(metavar="FILE", repeat=True, panel=DATA)]
 
 SAMPLING_FLAGS = (
@@ -181,7 +186,7 @@ class DrafterSettings:
 
     drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
         None,
-        description="Drafter: the folder or GGUF file of one, or the folder of a smaller language model or "
+        description="Drafter: the folder, GGUF file or hub name of one, or the folder of a smaller language model or "
         "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target's folder), "
         "prompt_lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that "
         "have one), bundled-dflash (the tiny model's DFlash drafter, which other engines read too). A + combines "
@@ -239,6 +244,13 @@ def tell_unused(params: SamplingParams, temperatures: Sequence[float], sampled: 
     if unused:
         verb = "changes" if len(unused) == 1 else "change"
         tell(f"{' and '.join(unused)} {verb} nothing at temperature 0, which decodes greedily; add --temperature T.")
+
+
+def exclude(option: str, *others: tuple[str, object]) -> None:
+    """Raise a UsageError if another option is given too. None, false and empty values are not given."""
+    for name, value in others:
+        if value not in (None, False, ()):
+            raise UsageError(f"{option} and {name} exclude each other; leave one of them out.")
 
 
 def auto_by_default(drafting: Drafting) -> Drafting:

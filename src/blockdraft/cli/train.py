@@ -102,27 +102,21 @@ def train(
     except ModuleNotFoundError as error:
         raise missing_package("Training", error) from error
 
-    complaints, prompts = Complaints(), None
-    with complaints.noting():
-        if what.format is not None:
-            find_layout(what.format)
+    complaints = Complaints()
+    if what.format is not None:
+        complaints.noted(find_layout, what.format)
     for name in settings.objective:
-        with complaints.noting():
-            find_objective(name)
-    with complaints.noting():
-        documents = read_data(what.data, what.unfinished_data)
-    with complaints.noting():
-        if what.prompts is not None:
-            prompts = read_prompt_sets([what.prompts])[0].prompts
-    with complaints.noting():
-        if settings.hidden_states not in (None, "memory"):
-            read_hidden_states(settings.hidden_states)
+        complaints.noted(find_objective, name)
+    documents = complaints.noted(read_data, what.data, what.unfinished_data)
+    prompts = complaints.noted(read_prompt_sets, [what.prompts]) if what.prompts else None
+    if settings.hidden_states not in (None, "memory"):
+        complaints.noted(read_hidden_states, settings.hidden_states)
     with complaints.noting():
         if (init := begun_with(settings)) is not None:
             kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
-    with complaints.noting():
-        accelerator = make_accelerator(settings, run_folder(out), run.device)
+    accelerator = complaints.noted(make_accelerator, settings, run_folder(out), run.device)
     complaints.check()
+    assert documents is not None and accelerator is not None
     if not documents.finished and accelerator.is_main_process:
         tell(f"{what.data} is still being written; training takes the {len(documents)} documents that exist now.")
     target = run.load(accelerator.device)
@@ -141,7 +135,7 @@ def train(
                 out,
                 settings,
                 accelerator,
-                prompts=prompts,
+                prompts=prompts[0].prompts if prompts else None,
                 progress=Progress(progress, tell),
                 written=written,
                 more=what.extend,
@@ -178,8 +172,7 @@ def show(log: list[dict[str, Any]]) -> None:
 
 def check_given(options: dict[str, object]) -> None:
     """Raise a UsageError for options without a value, by flag."""
-    missing = [flag for flag, value in options.items() if not value]
-    if missing:
+    if missing := [flag for flag, value in options.items() if not value]:
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing.")
 
 

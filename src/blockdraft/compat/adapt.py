@@ -28,15 +28,7 @@ def check_token_ids(input_ids: Tensor) -> None:
 
 
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Return the token ids of each prompt without its padding.
-
-    Args:
-        input_ids: `[B, L]`.
-        attention_mask: `[B, L]`, 0 at padding; None is no padding.
-
-    Raises:
-        UsageError: There is no prompt, or the mask has another shape, hides a whole prompt or tokens inside of one.
-    """
+    """Return the token ids of each prompt without its padding, where the `[B, L]` mask is 0."""
     rows: list[list[int]] = input_ids.tolist()
     if not rows:
         raise UsageError("input_ids holds no prompt; give at least one.")
@@ -58,8 +50,17 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[li
 
 def stop_ids(eos_token_id: int | Iterable[int] | None, target: Target) -> tuple[int, ...]:
     """Return the stop tokens in the target's vocabulary. Other projects accept any number, such as -1 for none."""
-    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ()
     return tuple(int(token) for token in ids if 0 <= int(token) < target.vocab_size)
+
+
+def sampling(do_sample: bool | None, **given: float | None) -> dict[str, Any]:
+    """Return temperature, top-k and so on for the engine. None is the default of transformers."""
+    if not do_sample:
+        return {}
+    if given["temperature"] == 0:
+        raise UsageError("temperature is 0 with do_sample=True; use do_sample=False to decode greedily.")
+    return {"temperature": 1.0, **{name: value for name, value in given.items() if value is not None}}
 
 
 def decode_batch(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, decode_batch, stop_ids, without_padding
-from blockdraft.drafters import Drafter, joined, load_drafter
-from blockdraft.errors import UsageError, describe
+from blockdraft.compat.adapt import check_token_ids, decode_batch, sampling, stop_ids, without_padding
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target, as_target
-from blockdraft.types import JOINT, SamplingParams
+from blockdraft.types import SamplingParams
 
 GENERATE = '''"""Lossless decoding with a drafter: model.generate(..., custom_generate=THIS, trust_remote_code=True)."""
 
@@ -36,6 +36,7 @@ disable_compile early_stopping length_penalty transformers_version prefill_chunk
 SUPPORTED = {*NAMES.split()}
 SUPPORTED |= {name for name in GenerationConfig().to_dict() if "assistant" in name or "lookbehind" in name}
 
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 LOADED = "_blockdraft"  # attribute of a model that holds its `Loaded`
 
 
@@ -114,14 +115,15 @@ def generate(
     count = config.num_return_sequences or 1
     ids = ids.repeat_interleave(count, dim=0)
     prompts = without_padding(ids, None if mask is None else mask.repeat_interleave(count, dim=0))
-    longest = _new_tokens(model, generation_config, config, ids.size(1), "max_length" in of_config)
+    is_total = "max_length" in of_config or (generation_config is not None and generation_config.max_length is not None)
+    longest = _new_tokens(model, config, ids.size(1), is_total)
     training = model.training
     model.eval()  # dropout would give each forward pass another distribution
     try:
         target, loaded = _pair(model, drafter)
         params = SamplingParams(
             max_new_tokens=longest,
-            **_sampling(config),
+            **sampling(config.do_sample, **{name: getattr(config, name) for name in SAMPLED}),
             repetition_penalty=1.0 if config.repetition_penalty is None else config.repetition_penalty,
             seed=seed,
             stop_token_ids=stop_ids(stops, target),
@@ -134,35 +136,22 @@ def generate(
 
 
 def _check(config: GenerationConfig) -> None:
-    """Raise a UsageError for settings that are not supported and would change the output."""
     usual = GenerationConfig._get_default_generation_params()
     for name, value in config.to_dict().items():
         if name not in SUPPORTED and value is not None and value != usual.get(name, False):
             raise UsageError(f"{name} is {value!r}, which is not supported with a drafter; leave it out.")
 
 
-def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    """Return temperature, top-k, top-p and min-p for the engine."""
-    if not config.do_sample:
-        return {}
-    if config.temperature == 0:
-        raise UsageError("temperature is 0 with do_sample=True; use do_sample=False to decode greedily.")
-    names = ("temperature", "top_k", "top_p", "min_p")
-    return {name: value for name in names if (value := getattr(config, name)) is not None}
-
-
-def _new_tokens(
-    model: PreTrainedModel, given: GenerationConfig | None, config: GenerationConfig, prompt: int, named: bool
-) -> int:
-    """Return the maximum number of new tokens by the rules of transformers."""
+def _new_tokens(model: PreTrainedModel, config: GenerationConfig, prompt: int, is_total: bool) -> int:
+    """Return the maximum number of new tokens. `max_length` includes the prompt if a caller or the model gives it."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     limit = int(config.max_length)
-    if named or (given is not None and given.max_length is not None) or model.generation_config.max_length is not None:
-        if limit <= prompt:
-            raise UsageError(f"max_length is {limit} and the prompt has {prompt} tokens; give max_new_tokens.")
-        return limit - prompt
-    return limit  # the default of transformers counts new tokens only
+    if not is_total and model.generation_config.max_length is None:
+        return limit
+    if limit <= prompt:
+        raise UsageError(f"max_length is {limit} and the prompt has {prompt} tokens; give max_new_tokens.")
+    return limit - prompt
 
 
 def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]:
@@ -170,23 +159,5 @@ def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]
     if loaded.target is None or (loaded.target.dtype, loaded.target.device) != (model.dtype, model.device):
         loaded.target, loaded.drafters = as_target(model), {}
     if str(drafter) not in loaded.drafters:
-        loaded.drafters[str(drafter)] = load_drafter(_folder(drafter), target=loaded.target)
+        loaded.drafters[str(drafter)] = load_drafter(drafter, target=loaded.target)
     return loaded.target, loaded.drafters[str(drafter)]
-
-
-def _folder(drafter: str | Path) -> str | Path:
-    """Return the folder of a drafter, or the folders of a hybrid drafter. Fetch a drafter on the hub."""
-    if "/" not in str(drafter) or Path(drafter).exists():
-        return drafter
-    names = joined(drafter)
-    if len(names) > 1:
-        return JOINT.join(str(_folder(name)) for name in names)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"drafter is {str(drafter)!r}, which is not a folder and cannot be fetched from the hub "
-            f"({describe(error)}); give the folder of a drafter."
-        ) from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, decode_batch, stop_ids, without_padding
+from blockdraft.compat.adapt import check_token_ids, decode_batch, sampling, stop_ids, without_padding
 from blockdraft.drafters import (
     BUNDLED_DFLASH,
     DIFFUSION_STEPS,
@@ -26,6 +26,8 @@ from blockdraft.engine import Stats
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, as_target
 from blockdraft.types import SamplingParams
+
+NEUTRAL = {"temperature": 1, "top_p": 1}  # values that change nothing
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class DFlashGenerationMixin:
 
     @property
     def base_model(self) -> PreTrainedModel:
-        """The model of transformers. Raises an AttributeError if another backend runs the target."""
+        """The model of transformers, unless another backend runs the target."""
         model = self.target.model
         if model is None:
             raise AttributeError(f"The target is a {type(self.target).__name__}, which has no model of transformers.")
@@ -138,18 +140,19 @@ class DFlashGenerationMixin:
             `[B, L + longest]` int64 on the device of `input_ids`: the prompts with their padding, then the responses.
 
         Raises:
-            UsageError: The mask hides tokens inside a prompt, sampling parameters contradict each other, or
-                `Engine.generate` refuses an argument.
+            UsageError: The mask hides tokens inside a prompt, or `Engine.generate` refuses an argument.
         """
         check_token_ids(input_ids)
         prompts = without_padding(input_ids, attention_mask)
-        temperature, top_k, top_p = _sampling(do_sample, temperature, top_k, top_p)
+        if not do_sample:
+            given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            unused = [f"{name}={value}" for name, value in given.items() if value not in (None, 0, NEUTRAL.get(name))]
+            if unused:
+                warnings.warn(f"{', '.join(unused)} has no effect with do_sample=False.", stacklevel=2)
         stops = stop_ids(eos_token_id, self.target)
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            **sampling(do_sample, temperature=temperature, top_k=top_k, top_p=top_p),
             seed=seed,
             stop_token_ids=stops,
             ignore_eos=eos_token_id is not None,
@@ -167,22 +170,3 @@ class DFlashGenerationMixin:
         if pad is None and tokenizer is not None:
             pad = tokenizer.pad_token_id
         return pad if pad is not None else next(iter(stops or sorted(self.target.eos_token_ids)), 0)
-
-
-def _sampling(
-    do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
-) -> tuple[float, int, float]:
-    """Return temperature, top-k and top-p for the engine."""
-    if not do_sample:
-        given = {"temperature": (temperature, (None, 0, 1)), "top_k": (top_k, (None, 0)), "top_p": (top_p, (None, 1))}
-        unused = [f"{name}={value}" for name, (value, neutral) in given.items() if value not in neutral]
-        if unused:
-            warnings.warn(f"{', '.join(unused)} has no effect with do_sample=False.", stacklevel=3)
-        return 0.0, SamplingParams.top_k, SamplingParams.top_p
-    if temperature == 0:
-        raise UsageError("temperature is 0 with do_sample=True; use do_sample=False to decode greedily.")
-    return (
-        1.0 if temperature is None else temperature,
-        SamplingParams.top_k if top_k is None else top_k,
-        SamplingParams.top_p if top_p is None else top_p,
-    )

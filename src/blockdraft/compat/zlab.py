@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +74,8 @@ def spec_generate(
         stop_token_ids=stop_ids(stop_token_ids, bound),
         ignore_eos=True,
     )
-    if isinstance(network_or_drafter, NetworkDrafter):
-        drafter = network_or_drafter.adapted(bound)
-    else:
-        drafter = drafter_of(network_or_drafter, bound)
+    given = network_or_drafter
+    drafter = given.adapted(bound) if isinstance(given, NetworkDrafter) else drafter_of(given, bound)
     return decode_batch(bound, drafter, ids, ids.tolist(), params, pad_token=0)[0]
 
 
@@ -99,9 +98,8 @@ class DFlashDraftModel(DFlashNetwork):
         config, tensors = read_checkpoint(path)
         if type(config) is not cls.config_class:
             raise UsageError(f"{path} does not hold a {cls.__name__}; use the class that its config.json names.")
-        wanted = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if dtype is None or dtype == "auto":
-            wanted = tensors["fc.weight"].dtype
+        wanted: Any = tensors["fc.weight"].dtype if dtype in (None, "auto") else dtype
+        wanted = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
         if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
             raise UsageError(f'dtype is {dtype!r}; it must be float32, bfloat16, float16 or "auto".')
         model = cls(config)

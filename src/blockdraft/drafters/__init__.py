@@ -28,7 +28,7 @@ from blockdraft.drafters.base import (
     slots_behind,
 )
 from blockdraft.drafters.draft_vocab import DraftVocab, check_draft_vocab, read_draft_vocab
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, describe
 from blockdraft.formats import Trained, check_fits, read_config, read_drafter
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
@@ -86,8 +86,9 @@ def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[s
     """Return the drafter to give to other engines: the bundled DFlash drafter for a bundled name, else the given one.
 
     Args:
-        drafter: "bundled", "bundled-dflash", or any other drafter, which is returned unchanged. "bundled" is the
-            drafter that is bundled for the target, where the target is a model of the catalogue with one.
+        drafter: "bundled", "bundled-dflash", a hub name, whose files are downloaded, or any other drafter, which is
+            returned unchanged. "bundled" is the drafter that is bundled for the target, where the target is a model of
+            the catalogue with one.
         note: Function called with a message if the bundled DFlash drafter replaces another bundled one.
     """
     folders = bundled()
@@ -95,7 +96,7 @@ def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[s
     if own is not None and own not in folders.values():
         return own
     if str(drafter) not in folders:
-        return drafter
+        return drafter if str(drafter) in names() else drafter_path(drafter)
     if folders[str(drafter)] != folders[BUNDLED_DFLASH]:
         note(
             f"{drafter} means {BUNDLED_DFLASH} for other engines, because all of them read DFlash; the default drafter "
@@ -120,8 +121,9 @@ def load_drafter(
     """Load the drafter of a target.
 
     Args:
-        path: Folder or GGUF file of a drafter, folder of a smaller language model with the target's tokens, or name of
-            a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head in the target's folder).
+        path: Folder, GGUF file or hub name of a drafter, folder of a smaller language model with the target's tokens,
+            or name of a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head in the target's
+            folder).
             None or "bundled" is the drafter of `bundled_for`, else that of the bundled target, which also fits models
             made from it. For a model of the catalogue without a bundled drafter, None is "prompt_lookup".
             "bundled-dflash" is the bundled target's DFlash drafter. Several drafters joined by +, such as
@@ -180,9 +182,29 @@ def load_drafter(
 def check_place(path: str | Path) -> None:
     """Raise the UsageError of `load_drafter` if a drafter is neither a name nor a folder or file. Needs no target."""
     for member in joined(path):
-        folder = Path(member)
         if member not in names():
+            folder = drafter_path(member)
             kind_in(open_gguf(folder)) if is_gguf(folder) else _read_folder(folder, member)
+
+
+def drafter_path(drafter: str | Path) -> Path:
+    """Return the folder or file of a drafter. A hub name is downloaded where no path of that name exists.
+
+    Raises:
+        UsageError: The hub does not send it.
+    """
+    path = Path(drafter)
+    if path.exists() or is_gguf(path) or not re.fullmatch(r"[\w-]+/[\w.-]+", str(drafter)):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{drafter} is no folder here, and the hub does not send a drafter of that name ({describe(error)}); give "
+            f"the folder of a drafter, a hub name, or one of the names {', '.join(sorted(names()))}."
+        ) from error
 
 
 def names() -> set[str]:
@@ -218,7 +240,7 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
     folder, kinds = bundled().get("bundled" if path is None else str(path)), entries()
     if folder is None and str(path) in names():
         return kinds[str(path)].load(None, target), False
-    folder = folder or Path(str(path))
+    folder = folder or drafter_path(str(path))
     config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, str(path))
     architectures = config.get("architectures")
     architectures = architectures if isinstance(architectures, list | tuple) else []
@@ -265,13 +287,10 @@ def _read_gguf(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
 def _read_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
     """Return the config.json of a drafter's folder, and the target that it was trained for."""
     if not (folder / "config.json").is_file():
-        on_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not folder.exists()
-        hint = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if on_hub else ""
-        if files := sorted(folder.glob("*.gguf")):
-            hint = f" It holds the file {files[0]}, which may be one."
+        hint = f" It holds the file {files[0]}, which may be one." if (files := sorted(folder.glob("*.gguf"))) else ""
         raise UsageError(
-            f"{path} is no drafter; give a folder with config.json or one of the names {', '.join(sorted(names()))}."
-            f"{hint}"
+            f"{path} is no drafter; give a folder with config.json, a hub name, or one of the names "
+            f"{', '.join(sorted(names()))}.{hint}"
         )
     raw = read_config(folder)
     if not isinstance(raw, dict):
@@ -314,6 +333,7 @@ __all__ = [
     "check_place",
     "check_refinement",
     "drafter_of",
+    "drafter_path",
     "entries",
     "for_others",
     "hits",

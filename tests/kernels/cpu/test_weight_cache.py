@@ -9,6 +9,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from blockdraft.kernels.cpu import weight_cache
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.kernels.cpu.weight_cache import CachedWeights, Origin, cached_weights
+from blockdraft.machine import set_weights_limit, weights_limit
 from blockdraft.nn.packed import PackedLinear, PackedWeight, pack_weights
 from blockdraft.nn.quantization import QuantizedWeight, quantize_weight
 
@@ -116,6 +118,28 @@ def test_what_is_deleted_while_it_is_mapped_goes_on_working(origin: Origin) -> N
     assert found is not None
     origin.path(library()).unlink()
     assert_same_products(found)
+
+
+def test_the_least_recently_used_are_deleted_beyond_the_limit(origin: Origin, folder: Path) -> None:
+    def made(**options: int) -> Path:
+        other = replace(origin, options=options)
+        assert open_kept(other, Maker()) is not None
+        return other.path(library())
+
+    old, used = folder / "0.weights", folder / "1.weights"
+    folder.mkdir(parents=True, exist_ok=True)
+    for seconds, file in enumerate((old, used), 10):
+        file.write_bytes(bytes(1000))
+        os.utime(file, (seconds, seconds))
+    assert weights_limit() <= 20 * 10**9
+    size = made(n=1).stat().st_size
+    assert old.exists() and used.exists()
+    set_weights_limit(2 * size + 1999)
+    made(n=2)
+    assert not old.exists() and used.exists()
+    set_weights_limit(0)
+    made(n=3)
+    assert len(list(folder.glob("*.weights"))) == 3 and not used.exists()  # this process has them mapped
 
 
 def overwrite(file: Path, keep_time: bool) -> None:

@@ -2,7 +2,8 @@
 
 A file holds the matrices of one checkpoint, loaded with one set of options. A JSON header with the facts that decide
 the numbers and the place of each matrix follows, then the header's length and digest. A file is written under another
-name and renamed when complete. Mapped memory is read on use, and processes that map the same file share it.
+name and renamed when complete. Mapped memory is read on use, and processes that map the same file share it. Whoever
+writes a file deletes the least recently used ones beyond the limit that `blockdraft cache limit` shows and sets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from blockdraft.machine import cache_folder
+from blockdraft.machine import cache_folder, weights_limit
 from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantization import InterleavedWeight
 
@@ -40,6 +41,7 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.f
 # Packs the matrices of these names into one.
 Make = Callable[[Sequence[str]], PackedWeight]
 log = logging.getLogger(__name__)
+_opened = set[Path]()  # cached files that this process has mapped
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,10 @@ def _write(
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return _open(path, facts, kernels)
+    written = _open(path, facts, kernels)
+    with suppress(OSError):  # another process may delete the same files
+        _delete_least_used(path.parent, weights_limit())
+    return written
 
 
 def _add(file: BinaryIO, packed: PackedWeight) -> dict[str, Any]:
@@ -196,8 +201,22 @@ def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:
         header = json.loads(text)
         if header["facts"] != facts or header["sample"] != _sample(file, _places(header["matrices"])):
             return None
+        with suppress(OSError):  # the folder may be read-only
+            os.utime(file.fileno())  # the least recently used file is deleted first
+        _opened.add(path)
         return CachedWeights(file, header["matrices"], kernels)
     return None
+
+
+def _delete_least_used(folder: Path, limit: int) -> None:
+    """Delete cached files until the others fit the limit. Files that this process has mapped stay."""
+    files = {path: path.stat() for path in folder.glob("*.weights")}
+    total = sum(stat.st_size for stat in files.values())
+    for path in sorted(files.keys() - _opened, key=lambda path: files[path].st_mtime):
+        if total <= limit:
+            return
+        path.unlink(missing_ok=True)
+        total -= files[path].st_size
 
 
 def _places(matrices: dict[str, Any]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.diffusion.folder import FAMILY_OF
-from blockdraft.drafters import bundled, bundled_for, for_others
+from blockdraft.drafters import bundled, bundled_for, drafter_path, for_others
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
 from blockdraft.formats.folder import blaming
@@ -32,8 +32,9 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     """Report on a checkpoint.
 
     Args:
-        path: A folder, a GGUF file, the hub name of a target, "bundled" for the drafter that is bundled for the target
-            (by default the tiny one), or "bundled-dflash" for the bundled DFlash drafter.
+        path: A folder, a GGUF file, a hub name (of a drafter if a target is given, else of a target), "bundled" for
+            the drafter that is bundled for the target (by default the tiny one), or "bundled-dflash" for the bundled
+            DFlash drafter.
         target: Target to check a drafter against: a folder, hub name, GGUF file, or "bundled".
         revision: Revision of a hub name.
 
@@ -45,6 +46,7 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     if target is None and place in bundled().values():
         target = BUNDLED
     if target is not None:
+        place = drafter_path(place)  # a hub name that is checked against a target is a drafter's
         target = located(target)
         _check_target(Path(target))
     given = None if target is None else describe_target(target, revision)
