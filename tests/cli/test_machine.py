@@ -155,7 +155,7 @@ def test_costs_are_measured_once_and_shown(
     assert "R, chain of 7" in out and "R, tree of 64" in out and "batch size 2: plain step" in err
     code, out, err = blockdraft(*words, "--json")
     assert code == 0 and "--anew measures again" in err
-    assert json.loads(out)["rows"] == [1, 2]
+    assert json.loads(out)["batch_sizes"] == [1, 2]
     assert "plain step" in blockdraft(*words, "--anew")[2]
 
 
