@@ -16,8 +16,8 @@ from typer.main import get_command
 from blockdraft.cli import app
 from blockdraft.errors import BlockdraftError
 from blockdraft.tools.fit import steps
-from blockdraft.tools.fit.plan import Plan
-from blockdraft.tools.fit.steps import Pace, Step, Where, done_steps, make_steps, run_steps
+from blockdraft.tools.fit.facts import Plan
+from blockdraft.tools.fit.steps import Step, Where, done_steps, make_steps, run_steps
 
 MakePlan = Callable[..., Plan]
 WHERE = Where(Path("out"), "some/model", "bfloat16", "cpu", "hf")
@@ -90,23 +90,6 @@ def test_steps_that_are_done_are_not_run_again(ran: list[str], make_plan: MakePl
     assert len(ran) == 6
     assert "\nstep 1 of 5: prompts, about 10 s; in all about 2 min left" in told
     assert made[3].line in told
-
-
-def test_what_is_left_of_a_step_goes_by_what_it_has_done(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    step = Step("train", ("train",), 100.0, (log, 50))
-    pace = Pace(step)
-    assert pace.left(30.0) == 70 and pace.left(300.0) == 0  # nothing is known but the plan
-    log.write_text("{}\n" * 10)
-    assert pace.left(400.0) == 80  # what came before the first parts says nothing of the others
-    log.write_text("{}\n" * 20)
-    assert pace.left(430.0) == 90  # 3 s each
-    again = Pace(step)  # of an earlier start were 20
-    assert again.left(10.0) == 60
-    log.write_text("{}\n" * 22)
-    assert again.left(20.0) == 56
-    log.write_text("{}\n" * 26)
-    assert again.left(24.0) == 24
 
 
 @pytest.mark.parametrize(
