@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
         at_once=rates_at_once(bursts.all),
         missing=processes.missing,
         sets={name: figures([trial for trial in trials.all if trial.prompt_set == name]) for name in names},
-        looping={name: counts[name] - sum(key[0] == name for key in timed) for name in names},
+        repetitive={name: counts[name] - sum(key[0] == name for key in timed) for name in names},
         differences=different,
     )
     told, shown = command.command_line("benchmarks.peers"), list(peers.values())

@@ -13,7 +13,7 @@ import pytest
 from blockdraft.cli import display
 from blockdraft.evaluation import report, speed
 
-METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "cycle_cost", "identical", "looping"}
+METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "cycle_cost", "identical", "repetitive"}
 METHODS = ["none", "chain", "chain:3"]
 
 
@@ -49,7 +49,7 @@ def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
         for one in methods.values():
             assert one.keys() > METHOD_KEYS
             assert len(one["tokens_per_second_by_repeat"]) == 2
-            assert (one["identical"], one["looping"]) == (1.0, 0.0)
+            assert (one["identical"], one["repetitive"]) == (1.0, 0.0)
     assert found["methods"]["none"]["tau"] == found["methods"]["none"]["speedup"] == 1.0
     assert len(found["methods"]["chain:3"]["acceptance_by_position"]) == 2
     assert {name: one["methods"]["none"]["prompts"] for name, one in found["sets"].items()} == {"first": 2, "second": 1}

@@ -87,7 +87,16 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
     table = Table(box=lines, pad_edge=False, title_justify="left")
     table.title = f"{name}: {counted(plain.prompts, 'prompt')}, {plain.timed_prompts} timed"
     table.add_column("method", overflow="fold")
-    for header in ("tokens/s", "range", "speed-up", "tau", "R", f"S_1..S_{SHOWN_POSITIONS} %", "same %", "loops %"):
+    for header in (
+        "tokens/s",
+        "range",
+        "speed-up",
+        "tau",
+        "R",
+        f"S_1..S_{SHOWN_POSITIONS} %",
+        "same %",
+        "loops %",
+    ):
         table.add_column(header, justify="right", no_wrap=True)
     for method, one in methods.items():
         slowest, fastest = one.tokens_per_second_range or (None, None)
@@ -100,7 +109,7 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
             _number(one.cycle_cost, 2),
             " ".join(f"{100 * share:.0f}" for share in one.acceptance_by_position[:SHOWN_POSITIONS]),
             _percent(one.identical),
-            _percent(one.looping),
+            _percent(one.repetitive),
         )
     return table
 

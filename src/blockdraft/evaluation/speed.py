@@ -70,13 +70,13 @@ class Trial:
 class Figures:
     """Figures of one method.
 
-    No method is timed on prompts whose plain response loops, since such responses are easy to draft. These prompts
-    count only in `prompts`, `identical` and `looping`.
+    No method is timed on prompts whose plain response is repetitive, since such responses are easy to draft. These
+    prompts count only in `prompts`, `identical` and `repetitive`.
 
     Attributes:
         prompts: Number of prompts.
-        timed_prompts: Number of prompts whose plain response does not loop. If there is none, or no response has more
-            than its first token, the figures of speed and acceptance are None.
+        timed_prompts: Number of prompts whose plain response is not repetitive. If there is none, or no response has
+            more than its first token, the figures of speed and acceptance are None.
         tokens_per_second: Tokens after each response's first, of all sequences of a batch, over the wall time of
             decoding without prefill. Median of the repeats.
         tokens_per_second_range: Values of the slowest and the fastest repeat.
@@ -92,7 +92,7 @@ class Figures:
         batch_seconds: Mean wall time of a batch, prefill included. Median of the repeats.
         identical: Share of prompts for which every response equals the plain one, with the same seed when sampling;
             None for sampled draft tokens in that case. For plain decoding it measures repeatability.
-        looping: Share of prompts for which some response loops, as defined by `engine.loops`.
+        repetitive: Share of prompts for which some response is repetitive, as defined by `engine.loops`.
     """
 
     prompts: int
@@ -108,7 +108,7 @@ class Figures:
     cycle_cost: float | None
     batch_seconds: float | None
     identical: float | None
-    looping: float
+    repetitive: float
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,9 @@ def measure(
     """Decode all prompts with all methods.
 
     Plain decoding first decodes every prompt once, untimed. These responses are the reference, and show which prompts
-    loop. After a short warm-up come the rounds, in each of which all methods decode each batch of prompts, interleaved;
-    each round starts with another method. Prompts that loop are decoded once by each method, untimed.
+    have repetitive responses. Each method decodes those prompts once, untimed. After a short warm-up come the rounds.
+    In each of them all methods decode each batch of the other prompts, interleaved; each round starts with another
+    method.
 
     Args:
         engines: Engines by method, `none` among them, with `max_batch_size` of the settings.
@@ -218,15 +219,15 @@ def measure(
     for prompt_set, prompts in run.batches(everything):
         decode("reference", PLAIN, prompt_set, prompts, None)
     answers = {(t.prompt_set, i): c for t in trials for i, c in zip(t.prompts, t.completions, strict=True)}
-    looping: dict[str, list[int]] = {one.name: [] for one in sets}
+    repetitive: dict[str, list[int]] = {one.name: [] for one in sets}
     sound: dict[str, list[int]] = {one.name: [] for one in sets}
     for (name, i), completion in answers.items():
-        (looping if loops(completion.token_ids) else sound)[name].append(i)
+        (repetitive if loops(completion.token_ids) else sound)[name].append(i)
 
     names = list(engines)
     timed = sum(map(len, sound.values()))
     total = count + (count - timed) * (len(names) - 1) + timed * len(names) * settings.repeats
-    for prompt_set, prompts in run.batches(looping):
+    for prompt_set, prompts in run.batches(repetitive):
         for method in names:
             if method != PLAIN:
                 decode("repetitive outputs", method, prompt_set, prompts, None)
@@ -357,7 +358,7 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
             cycle_cost=_median(list(map(truediv, cycles, plain_cycles))),
             batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
             identical=None if method in incomparable else identical_share(answers, reference),
-            looping=repetitive_share(answers),
+            repetitive=repetitive_share(answers),
         )
     return found
 
@@ -369,7 +370,7 @@ def identical_share(answers: Mapping[Key, Sequence[Tokens]], reference: Mapping[
 
 
 def repetitive_share(answers: Mapping[Key, Sequence[Tokens]]) -> float:
-    """Return the share of prompts for which a response loops."""
+    """Return the share of prompts for which a response is repetitive."""
     return sum(any(map(loops, each)) for each in answers.values()) / len(answers)
 
 

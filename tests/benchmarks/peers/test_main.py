@@ -40,7 +40,7 @@ def test_one_command_measures_and_writes(
     assert set(found["sets"]["sums"]) == {REFERENCE, "a", PLAIN}
     assert found["missing"] == {"b": "no | wheel", "c": "failed: it ended with 1: out of memory"}
     assert [(one["peer"], one["place"], one["margin"]) for one in found["differences"]] == [("a", 3, 0.25)] * 2
-    assert found["settings"]["prompts"] == {"sums": 2} and found["looping"] == {"sums": 0}
+    assert found["settings"]["prompts"] == {"sums": 2} and found["repetitive"] == {"sums": 0}
     assert found["at_once"] == {PLAIN: 160}  # 16 answers of 5 tokens in half a second
     assert min(found["start_seconds"].values()) > 0 and found["peak_bytes"][PLAIN] > 1 << 20
     printed = capsys.readouterr().out

@@ -147,7 +147,7 @@ def _table(
             str(plain.prompts),
             *(_cell([column[task.name]]) for column in columns.values()),
             _percent(min(shares)),
-            _percent(plain.looping),
+            _percent(plain.repetitive),
             *(_cell([by_task[task.name]] if task.name in by_task else []) for by_task in published.values()),
         )
     compared = [task.name for task in tasks if all(task.name in by_task for by_task in published.values())]

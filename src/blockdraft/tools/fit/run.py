@@ -39,7 +39,7 @@ from blockdraft.types import DEFAULT_BACKEND
 FORMAT = 1
 PLAN = "plan.json"
 SAMPLE = 64  # number of prompts that the survey takes its answers from
-FEW, PROMPT_SECONDS = 12, 5.0  # number of prompts that a target writes which takes longer than this for them
+FEW, PROMPT_SECONDS = 4, 5.0  # number of prompts that a target writes which takes longer than this for them
 LEAST_CONTEXT = 2 * Default.EVAL_TOKENS
 
 
@@ -190,8 +190,8 @@ def _sample(fit: Fit, target: Target) -> tuple[list[Any], int | None]:
         prompts = read_prompts(fit.sources, replace(fit.records, limit=pool), target, settings)
     else:
         start = time.monotonic()
-        for count in (FEW, SAMPLE):
-            with Engine(target, load_drafter("none", target=target), count) as engine:
+        for count, batch_size in ((FEW, 2 * FEW), (SAMPLE, SAMPLE)):
+            with Engine(target, load_drafter("none", target=target), batch_size) as engine:
                 prompts = write_prompts(engine, PromptSettings(count=count, held_out=0, seed=fit.settings.seed))
             if time.monotonic() - start > PROMPT_SECONDS:
                 break

@@ -223,7 +223,7 @@ def _responses(
         _, rates[size] = _respond(target, ids, size, size, TRIED_TOKENS)
         # Stop where larger batches are no longer faster, or where there is no time to try.
         is_slower = rates[size] < 1.05 * max([0.0, *(rate for other, rate in rates.items() if other != size)])
-        if is_slower or size >= len(ids) or time.monotonic() - start > seconds / 3:
+        if is_slower or time.monotonic() - start > seconds / 3:
             break
     batch_size = max(rates, key=lambda size: rates[size])
     fastest, quantize = rates[batch_size], None
@@ -234,7 +234,7 @@ def _responses(
             if rate > FASTER * fastest:
                 target, fastest, quantize = other, rate, WRITER_QUANTIZE
     left = max(seconds - (time.monotonic() - start), 0.0)
-    count = min(max(SAMPLED, batch_size), len(ids))
+    count = max(min(SAMPLED, len(ids)), batch_size)
     tokens = max(TRIED_TOKENS, min(int(left * fastest / count), ANSWER_TOKENS, max_new_tokens))
     written, rate = _respond(target, ids, batch_size, count, tokens)
     useful, looped = zip(*(before_loop(response) for _, response, _ in written), strict=True)
