@@ -122,7 +122,7 @@ def line(found: dict[str, Any]) -> list[str]:
     return [found["method"], str(found["rows"]), *speeds, ratio, *(f"{h:.0f} us" if h else "" for h in hosts), same]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, out=ROOT / "build" / "against")
     add, known = parser.add_argument, ",".join(METHODS)
     add("commit", help="the commit to compare with")
@@ -133,7 +133,7 @@ def main() -> int:
     add("--rounds", type=int, default=8, help="rounds of old new new old (8)")
     add("--threads", type=int, help="OMP_NUM_THREADS of both")
     add("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
-    args = parser.parse()
+    args = parser.parse(words)
     [given] = read_prompt_sets([args.prompts])
     with in_words(), ExitStack() as opened:
         folder = opened.enter_context(checked_out(args.commit))

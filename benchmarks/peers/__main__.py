@@ -188,9 +188,9 @@ def _name(path: Path) -> str:
     return "bundled" if path.parent == BUNDLED.parent else path.resolve().name
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     with command.in_words():
-        run(arguments())
+        run(arguments(words))
 
 
 if __name__ == "__main__":

@@ -204,9 +204,9 @@ def measure(
     assert params.temperature == 0 or params.seed is not None
     run = Run(engines, sets, params, settings)
     run.check()
-    count = sum(len(one.prompts) for one in sets)
+    count = sum(len(prompt_set.prompts) for prompt_set in sets)
     done, total = 0, count * (1 + len(engines) * settings.repeats)
-    everything = {one.name: list(range(len(one.prompts))) for one in sets}
+    everything = {prompt_set.name: list(range(len(prompt_set.prompts))) for prompt_set in sets}
     trials: list[Trial] = []
 
     def decode(stage: str, method: str, prompt_set: str, prompts: tuple[int, ...], repeat: int | None) -> None:
@@ -219,8 +219,8 @@ def measure(
     for prompt_set, prompts in run.batches(everything):
         decode("reference", PLAIN, prompt_set, prompts, None)
     answers = {(t.prompt_set, i): c for t in trials for i, c in zip(t.prompts, t.completions, strict=True)}
-    repetitive: dict[str, list[int]] = {one.name: [] for one in sets}
-    sound: dict[str, list[int]] = {one.name: [] for one in sets}
+    repetitive: dict[str, list[int]] = {prompt_set.name: [] for prompt_set in sets}
+    sound: dict[str, list[int]] = {prompt_set.name: [] for prompt_set in sets}
     for (name, i), completion in answers.items():
         (repetitive if loops(completion.token_ids) else sound)[name].append(i)
 
@@ -247,7 +247,7 @@ class Run:
         self, engines: Mapping[str, Engine], sets: Sequence[PromptSet], params: SamplingParams, settings: Settings
     ) -> None:
         self.engines = engines
-        self.prompts = {one.name: one.prompts for one in sets}
+        self.prompts = {prompt_set.name: prompt_set.prompts for prompt_set in sets}
         self.params = params
         self.batch_size = settings.batch_size
 
@@ -275,7 +275,7 @@ class Run:
         texts = [self.prompts[prompt_set][i] for i in prompts]
         params = [self._params(i) for i in prompts]
         began = time.perf_counter()
-        completions = [one.checked() for one in self.engines[method].generate(texts, params)]
+        completions = [completion.checked() for completion in self.engines[method].generate(texts, params)]
         seconds = time.perf_counter() - began
         return Trial(method, prompt_set, prompts, repeat, tuple(completions), seconds)
 
@@ -338,13 +338,13 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
     reference = {key: tokens[0] for key, tokens in _answers([t for t in plain if t.repeat is None]).items()}
     plain_repeats = _repeats(plain) if any(t.tokens for t in plain if t.repeat is not None) else []
     plain_rates, plain_cycles = _tokens_per_second(plain_repeats), _cycle_seconds(plain_repeats)
-    found = {}
+    by_name = {}
     for method, own in by_method.items():
         answers, repeats = _answers(own), _repeats(own) if plain_repeats else []
         rates, cycles = _tokens_per_second(repeats), _cycle_seconds(repeats)
         speedups = tuple(map(truediv, rates, plain_rates))
-        stats = merge(c.stats for each in repeats for t in each for c in t.completions)
-        found[method] = Figures(
+        stats = merge(c.stats for repeat in repeats for t in repeat for c in t.completions)
+        by_name[method] = Figures(
             prompts=len(answers),
             timed_prompts=len({(t.prompt_set, i) for t in own if t.repeat is not None for i in t.prompts}),
             tokens_per_second=_median(rates),
@@ -356,22 +356,22 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
             acceptance_by_position=tuple(stats.acceptance_by_position),
             cycle_seconds=_median(cycles),
             cycle_cost=_median(list(map(truediv, cycles, plain_cycles))),
-            batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
+            batch_seconds=_median([sum(t.seconds for t in repeat) / len(repeat) for repeat in repeats]),
             identical=None if method in incomparable else identical_share(answers, reference),
             repetitive=repetitive_share(answers),
         )
-    return found
+    return by_name
 
 
 def identical_share(answers: Mapping[Key, Sequence[Tokens]], reference: Mapping[Key, Tokens]) -> float:
     """Return the share of prompts for which every response equals the reference, token by token."""
-    same = [all(list(tokens) == list(reference[key]) for tokens in each) for key, each in answers.items()]
+    same = [all(list(tokens) == list(reference[key]) for tokens in responses) for key, responses in answers.items()]
     return sum(same) / len(same)
 
 
 def repetitive_share(answers: Mapping[Key, Sequence[Tokens]]) -> float:
     """Return the share of prompts for which a response is repetitive."""
-    return sum(any(map(loops, each)) for each in answers.values()) / len(answers)
+    return sum(any(map(loops, responses)) for responses in answers.values()) / len(answers)
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -397,10 +397,10 @@ def _repeats(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def _tokens_per_second(repeats: list[list[Trial]]) -> tuple[float, ...]:
-    return tuple(sum(t.tokens for t in each) / sum(t.decode_seconds for t in each) for each in repeats)
+    return tuple(sum(t.tokens for t in repeat) / sum(t.decode_seconds for t in repeat) for repeat in repeats)
 
 
 def _cycle_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
     """Return the seconds per step of each repeat, or nothing if a method took no step, as with wrong outputs."""
-    totals = [(sum(t.decode_seconds for t in each), sum(t.cycles for t in each)) for each in repeats]
+    totals = [(sum(t.decode_seconds for t in repeat), sum(t.cycles for t in repeat)) for repeat in repeats]
     return tuple(seconds / cycles for seconds, cycles in totals) if all(cycles for _, cycles in totals) else ()

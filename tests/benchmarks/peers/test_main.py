@@ -1,7 +1,6 @@
 """The whole command, with fake peers."""
 
 import json
-import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -27,8 +26,7 @@ def command(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPat
 
 def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object) -> None:
     monkeypatch.setattr(program, "choose", lambda names, kind: list(peers))
-    monkeypatch.setattr(sys, "argv", ["peers", *arguments])
-    program.main()
+    program.main(arguments)
 
 
 def test_one_command_measures_and_writes(
