@@ -387,6 +387,6 @@ class Planner:
         fewest = math.ceil(Default.FEWEST_STEPS * self.learned / (Default.MOST_EPOCHS * self.document))
         fewest = max(Default.FEWEST_ANSWERS, fewest)
         training = Default.FEWEST_STEPS * self.step_seconds(self.rows)
-        each = max(self.document_seconds, self.written / Default.ANSWERING)
+        per_response = max(self.document_seconds, self.written / Default.ANSWERING)
         fixed = 3600 * Default.SAFETY * self.settings.hours - self.budget
-        return (fixed + max(fewest * each, fewest * self.written + training)) / Default.SAFETY / 3600
+        return (fixed + max(fewest * per_response, fewest * self.written + training)) / Default.SAFETY / 3600
