@@ -374,8 +374,10 @@ class Planner:
                 f"which teach a drafter nothing; --hours {math.ceil(100 * self.fewest_hours()) / 100:g} is about the "
                 "least."
             )
-        free = machine.memory + target.weight_bytes if target.device == "cpu" else math.inf  # the target is loaded
-        for what, need, room in (("disk", self.disk, machine.disk), ("memory", self.memory, free)):
+        needs = [("disk", self.disk, machine.disk)]
+        if target.device == "cpu":
+            needs.append(("memory", self.memory, machine.memory + target.weight_bytes))  # the target is loaded
+        for what, need, room in needs:
             if need > room:
                 complaints.messages.append(
                     f"The fit needs {size(need)} of {what} and {size(room)} are free; free some."
