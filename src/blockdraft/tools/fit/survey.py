@@ -218,25 +218,27 @@ def _responses(
     ids = [encode(prompt, target) for prompt in prompts]
     ids = [prompt for prompt in ids if len(prompt) + TRIED_TOKENS < target.max_context]
     _respond(target, ids, 1, 1, 4)  # compiles and allocates
-    rates = dict[int, float]()
+    rates, tried = dict[int, float](), dict[int, list[tuple[list[int], list[int], bool]]]()
     for size in BATCHES:
-        _, rates[size] = _respond(target, ids, size, size, TRIED_TOKENS)
+        tried[size], rates[size] = _respond(target, ids, size, size, TRIED_TOKENS)
         # Stop where larger batches are no longer faster, or where there is no time to try.
         is_slower = rates[size] < 1.05 * max([0.0, *(rate for other, rate in rates.items() if other != size)])
         if is_slower or time.monotonic() - start > seconds / 3:
             break
     batch_size = max(rates, key=lambda size: rates[size])
-    fastest, quantize = rates[batch_size], None
+    written, rate = tried[batch_size], rates[batch_size]
+    quantize: Quantize | None = None
     if load_quantized is not None and time.monotonic() - start < seconds / 2:
         with contextlib.suppress(UsageError):  # it cannot be quantized
             other = load_quantized()
-            _, rate = _respond(other, ids, batch_size, batch_size, TRIED_TOKENS)
-            if rate > FASTER * fastest:
-                target, fastest, quantize = other, rate, WRITER_QUANTIZE
+            faster, faster_rate = _respond(other, ids, batch_size, batch_size, TRIED_TOKENS)
+            if faster_rate > FASTER * rate:
+                target, written, rate, quantize = other, faster, faster_rate, WRITER_QUANTIZE
     left = max(seconds - (time.monotonic() - start), 0.0)
     count = max(min(SAMPLED, len(ids)), batch_size)
-    tokens = max(TRIED_TOKENS, min(int(left * fastest / count), ANSWER_TOKENS, max_new_tokens))
-    written, rate = _respond(target, ids, batch_size, count, tokens)
+    tokens = min(int(left * rate / count), ANSWER_TOKENS, max_new_tokens)
+    if tokens > TRIED_TOKENS:
+        written, rate = _respond(target, ids, batch_size, count, tokens)
     useful, looped = zip(*(before_loop(response) for _, response, _ in written), strict=True)
     # A repetitive response ends where the repetition is noticed. One that was cut here may be as long as allowed.
     full = [max_new_tokens if cut else len(response) for _, response, cut in written]
