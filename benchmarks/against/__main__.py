@@ -105,7 +105,7 @@ def summary(method: str, size: int, old: Sequence[Sample], new: Sequence[Sample]
         "ratio": median(ratios),
         "interval": list(interleaving.interval(ratios)),
         "identical": all(sample.answers == old[0].answers for sample in [*old, *new]),
-        "looping": sum(map(loops, new[0].answers)),
+        "repetitive": sum(map(loops, new[0].answers)),
         "answers": len(new[0].answers),
         "samples": [{k: v for k, v in asdict(s).items() if k != "answers"} for s in [*old, *new]],
     }
@@ -117,12 +117,12 @@ def line(found: dict[str, Any]) -> list[str]:
     # With a drafter, this time includes the drafter's and says nothing about the host.
     hosts = [found[f"{tree}_host_microseconds"] if found["method"] == "plain" else None for tree in ("old", "new")]
     same = "yes" if found["identical"] else "NO"
-    same += f", {found['looping']} of {found['answers']} repetitive" if found["looping"] else ""
+    same += f", {found['repetitive']} of {found['answers']} repetitive" if found["repetitive"] else ""
     ratio = f"{found['ratio']:.3f} ({found['interval'][0]:.3f} to {found['interval'][1]:.3f})"
     return [found["method"], str(found["rows"]), *speeds, ratio, *(f"{h:.0f} us" if h else "" for h in hosts), same]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, out=ROOT / "build" / "against")
     add, known = parser.add_argument, ",".join(METHODS)
     add("commit", help="the commit to compare with")
@@ -133,7 +133,7 @@ def main() -> int:
     add("--rounds", type=int, default=8, help="rounds of old new new old (8)")
     add("--threads", type=int, help="OMP_NUM_THREADS of both")
     add("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
-    args = parser.parse()
+    args = parser.parse(words)
     [given] = read_prompt_sets([args.prompts])
     with in_words(), ExitStack() as opened:
         folder = opened.enter_context(checked_out(args.commit))

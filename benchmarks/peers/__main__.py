@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
         at_once=rates_at_once(bursts.all),
         missing=processes.missing,
         sets={name: figures([trial for trial in trials.all if trial.prompt_set == name]) for name in names},
-        looping={name: counts[name] - sum(key[0] == name for key in timed) for name in names},
+        repetitive={name: counts[name] - sum(key[0] == name for key in timed) for name in names},
         differences=different,
     )
     told, shown = command.command_line("benchmarks.peers"), list(peers.values())
@@ -188,9 +188,9 @@ def _name(path: Path) -> str:
     return "bundled" if path.parent == BUNDLED.parent else path.resolve().name
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     with command.in_words():
-        run(arguments())
+        run(arguments(words))
 
 
 if __name__ == "__main__":

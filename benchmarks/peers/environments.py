@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness.command import ROOT, Parser
@@ -163,13 +163,13 @@ def install(name: str) -> str | None:
     return None
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     known = [*INSTALLERS, *MORE]
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; by default all but {', '.join(MORE)}"
     )
-    names = parser.parse().names or list(INSTALLERS)
+    names = parser.parse(words).names or list(INSTALLERS)
     if unknown := set(names) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
     for name in names:

@@ -115,8 +115,8 @@ def measure(
             raise PeerError(processes.missing[REFERENCE])
 
     decode([(UNTIMED, task, REFERENCE) for task in tasks])
-    looping = {trial.key for trial in trials.all if trial.repeat == UNTIMED and loops(trial.tokens)}
-    decode(list(interleaving.interleaved([task for task in tasks if task.key not in looping], peers, repeats)))
+    repetitive = {trial.key for trial in trials.all if trial.repeat == UNTIMED and loops(trial.tokens)}
+    decode(list(interleaving.interleaved([task for task in tasks if task.key not in repetitive], peers, repeats)))
 
 
 @dataclass(frozen=True)

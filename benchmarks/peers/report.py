@@ -21,7 +21,7 @@ same: prompts whose answers equal those of `generate` token by token; a speed co
 
 Peers were interleaved prompt by prompt. All had the same weights, prompts (as token ids), dtype, number of threads,
 stop tokens and limit of {max_new_tokens} new tokens, and decoded greedily, one prompt at a time. Prompts with a
-repetitive output (a run of 8 tokens occurs 4 times or more) are left out: {looping} of {prompts}."""
+repetitive output (a run of 8 tokens occurs 4 times or more) are left out: {repetitive} of {prompts}."""
 LOADED = """\
 start: until a peer can answer, its models being there in its own format. memory: the most that its process took while
 it answered one prompt at a time, mapped files included."""
@@ -44,7 +44,7 @@ class Results:
         at_once: Tokens per second of several prompts asked at once, by peer.
         missing: Why peers are missing.
         sets: Figures by set of prompts and peer.
-        looping: Prompts left out, by set.
+        repetitive: Prompts left out, by set.
         differences: Where answers leave the reference.
     """
 
@@ -56,7 +56,7 @@ class Results:
     at_once: dict[str, float]
     missing: dict[str, str]
     sets: dict[str, dict[str, Figures]]
-    looping: dict[str, int]
+    repetitive: dict[str, int]
     differences: list[Difference]
 
 
@@ -99,7 +99,7 @@ def page(results: Results, peers: Sequence[Peer], command: str) -> str:
     for name, figures in results.sets.items():
         timed = max((one.prompts for one in figures.values()), default=0)
         parts += [f"## {name}: {timed} prompts", figures_table(peers, figures, results.missing)]
-    counts = {"prompts": sum(settings["prompts"].values()), "looping": sum(results.looping.values())}
+    counts = {"prompts": sum(settings["prompts"].values()), "repetitive": sum(results.repetitive.values())}
     parts += [NOTES.format(**settings | counts), "## Start and memory", loaded_table(peers, results)]
     parts += [LOADED + (AT_ONCE.format(**settings) if settings["at_once"] else ""), "## Where tokens differ"]
     lines = [

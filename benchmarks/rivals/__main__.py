@@ -211,9 +211,9 @@ def _speedups(found: Sequence[Measured]) -> str:
     return text + table(["drafter", "method", "speed-up", "tau", "R", f"over {TITLES[BASE]}"], lines)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     with in_words():
-        given = arguments()
+        given = arguments(words)
         found = run(given)
         text = page(found, given.out)
         (given.out / "rivals.md").write_text(text, encoding="utf-8")

@@ -25,18 +25,18 @@ class Figures:
     Of each method, only repeats with all prompts count.
 
     Attributes:
-        looping: Prompts that are left out, by size and bits.
+        repetitive: Prompts that are left out, by size and bits.
         parameters: Of the targets, by size, smallest first.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        looping = {
+        repetitive = {
             (run.size, run.way.bits, run.set, run.prompt)
             for run in runs
             if run.method == PLAIN and not run.forced and loops([int(token) for token in run.answer.split()])
         }
-        self.runs = [run for run in runs if (run.size, run.way.bits, run.set, run.prompt) not in looping]
-        self.looping = Counter((size, bits) for size, bits, name, _ in looping if name == ANSWERS)
+        self.runs = [run for run in runs if (run.size, run.way.bits, run.set, run.prompt) not in repetitive]
+        self.repetitive = Counter((size, bits) for size, bits, name, _ in repetitive if name == ANSWERS)
         self.parameters = {run.size: run.parameters for run in sorted(runs, key=lambda run: run.parameters)}
         self.sizes = list(self.parameters)
         self.sets = list(dict.fromkeys(run.set for run in self.runs))
@@ -247,9 +247,9 @@ def _equal(found: Figures) -> str:
             if known and not found.is_forced(size, ANSWERS):
                 said = f"drafted answers are those of plain decoding for {min(known):.0%} of the prompts or more."
                 lines.append(f"- {_count(found.parameters[size])}, {side}: {said}")
-    looping = sorted((found.parameters[size], bits, count) for (size, bits), count in found.looping.items())
-    if looping:
-        told = ", ".join(f"{count} ({_count(parameters)}, {bits} bits)" for parameters, bits, count in looping)
+    repetitive = sorted((found.parameters[size], bits, count) for (size, bits), count in found.repetitive.items())
+    if repetitive:
+        told = ", ".join(f"{count} ({_count(parameters)}, {bits} bits)" for parameters, bits, count in repetitive)
         lines.append(f"- Prompts that are left out, since their answers run in circles: {told}.")
     return "\n".join(lines) or "None was compared."
 

@@ -46,7 +46,7 @@ greedy answers, which makes it surer of what it says. No benchmark prompt was se
 | greedy answers of up to {new} tokens | GSM8K test ({gsm8k[prompts]}) | HumanEval ({humaneval[prompts]}) |
 |---|---|---|
 | end by themselves | {gsm8k[ended_by_themselves]:.1%} | {humaneval[ended_by_themselves]:.1%} |
-| loop (one run of 8 tokens four times or more) | {gsm8k[looping]:.1%} | {humaneval[looping]:.1%} |
+| loop (one run of 8 tokens four times or more) | {gsm8k[repetitive]:.1%} | {humaneval[repetitive]:.1%} |
 | mean length, tokens | {gsm8k[mean_tokens]} | {humaneval[mean_tokens]} |
 | right final answer | {gsm8k[right_answers]:.1%} | not measured |
 

@@ -55,7 +55,7 @@ def drafted(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]
     return together, {
         "tau": round(together.tau, 3),
         "tau_mean_over_answers": round(sum(s.tau for s in sound) / max(len(sound), 1), 3),
-        "looping": round(1 - len(sound) / len(completions), 4),
+        "repetitive": round(1 - len(sound) / len(completions), 4),
     }
 
 
@@ -148,7 +148,7 @@ def main() -> None:
         figure: dict[str, Any] = {
             "prompts": len(prompts),
             "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in answers) / len(prompts), 4),
-            "looping": drafted(answers)[1]["looping"],
+            "repetitive": drafted(answers)[1]["repetitive"],
             "mean_tokens": round(sum(len(c.token_ids) for c in answers) / len(prompts), 1),
             "seconds": round(time.time() - began, 1),
             "tree_budget": TREE_BUDGET,

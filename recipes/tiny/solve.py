@@ -63,7 +63,7 @@ def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
         "problems": len(asked),
         "solved": {steps: round(right[steps] / total[steps], 3) for steps in sorted(total)},
         "solved_of_one_or_two_steps": round(easy, 3),
-        "looping": round(sum(loops(completion.token_ids) for completion in said) / len(said), 4),
+        "repetitive": round(sum(loops(completion.token_ids) for completion in said) / len(said), 4),
     }
 
 

@@ -17,11 +17,15 @@ def test_first_turns_and_prompts(tmp_path: Path) -> None:
     assert read_prompt_sets([tmp_path / "a.jsonl"], limit=2) == [PromptSet("a", ("one", "three\u2028four"))]
 
 
+def test_files_of_windows_programs(tmp_path: Path) -> None:
+    (tmp_path / "UPPER.JSONL").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two\\r\\n"}\r\n  \r\n')
+    assert read_prompt_sets([tmp_path / "UPPER.JSONL"]) == [PromptSet("UPPER", ("one", "two\r\n"))]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("hello", "no JSON"),
-        ("", "no JSON"),
         ('["hello"]', 'either "turns" or "prompt"'),
         ("{}", 'either "turns" or "prompt"'),
         ('{"turns": ["a"], "prompt": "a"}', 'either "turns" or "prompt"'),
@@ -56,7 +60,7 @@ def test_bad_files(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}')
     with pytest.raises(ValueError, match="Two prompt files are called 'set'"):
         read_prompt_sets([path, path])
-    with pytest.raises(ValueError, match="limit is 0"):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
         read_prompt_sets([path], limit=0)
     with pytest.raises(ValueError, match="no prompts"):
         read_prompt_sets([])

@@ -82,8 +82,8 @@ def test_prompts_that_loop_are_decoded_once_and_never_timed(
 ) -> None:
     one_set = [PromptSet("a", ("one", "two", "three", "four"))]
     plain = Engine(target, load_drafter("none", target=target)).generate(one_set[0].prompts, SHORT)
-    looping = [plain[i].token_ids for i in (0, 2)]
-    monkeypatch.setattr(speed, "loops", lambda token_ids: token_ids in looping)
+    repetitive = [plain[i].token_ids for i in (0, 2)]
+    monkeypatch.setattr(speed, "loops", lambda token_ids: token_ids in repetitive)
     steps: list[tuple[str, int, int]] = []
     settings = Settings(repeats=2)
     trials = measure(engines(target, tiny_drafter_dir), one_set, SHORT, settings, lambda *step: steps.append(step))
@@ -91,7 +91,7 @@ def test_prompts_that_loop_are_decoded_once_and_never_timed(
     assert times == [[None], [0, 1], [None], [0, 1]]
     assert steps[-1] == ("round 2 of 2", 14, 14)
     for one in figures(trials).values():
-        assert (one.prompts, one.timed_prompts, one.looping, one.identical) == (4, 2, 0.5, 1.0)
+        assert (one.prompts, one.timed_prompts, one.repetitive, one.identical) == (4, 2, 0.5, 1.0)
 
 
 def test_each_prompt_has_a_seed_of_its_own_that_all_methods_share(target: Target, tiny_drafter_dir: Path) -> None:
@@ -178,7 +178,7 @@ def test_figures_by_hand() -> None:
     assert (x.tau, x.acceptance_by_position) == (2.0, (0.5, 0.25, 0.25))
     assert (x.step_seconds, x.step_cost, x.batch_seconds) == (1.0, 1.0, 5.0)
     assert x.tau / x.step_cost == x.speedup
-    assert (x.prompts, x.timed_prompts, x.identical, x.looping) == (1, 1, 1.0, 0.0)
+    assert (x.prompts, x.timed_prompts, x.identical, x.repetitive) == (1, 1, 1.0, 0.0)
 
 
 def test_figures_of_batches_by_hand() -> None:
@@ -208,7 +208,7 @@ def test_a_method_whose_wrong_answers_take_no_step_has_no_step_cost() -> None:
 
 def test_where_all_prompts_loop_there_is_no_speed() -> None:
     found = figures([trial(method, None, 1.0, [1] * 20) for method in ("none", "x")])
-    assert (found["x"].timed_prompts, found["x"].speedup, found["x"].batch_seconds, found["x"].looping) == (
+    assert (found["x"].timed_prompts, found["x"].speedup, found["x"].batch_seconds, found["x"].repetitive) == (
         0,
         None,
         None,

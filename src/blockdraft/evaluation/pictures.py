@@ -27,12 +27,12 @@ def require_pictures() -> None:
         ) from error
 
 
-def _acceptance(found: Results) -> bytes:
+def _acceptance(results: Results) -> bytes:
     """Plot S_i of each method over all sets, as PNG."""
-    figure, axes = _axes(width=5.5, methods=found.methods)
+    figure, axes = _axes(width=5.5, methods=results.methods)
     longest = 1
-    for method, one in found.methods.items():
-        shares = one.acceptance_by_position
+    for method, figures in results.methods.items():
+        shares = figures.acceptance_by_position
         if shares:
             axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=_label(method))
             longest = max(longest, len(shares))
@@ -47,26 +47,26 @@ def _acceptance(found: Results) -> bytes:
     return _png(figure, axes)
 
 
-def _speedups(found: Results) -> bytes:
+def _speedups(results: Results) -> bytes:
     """Plot each method's speed-up on each set and on all sets, as PNG."""
-    figure, axes = _bars(found, lambda one: one.speedup, lambda one: one.speedup_by_repeat)
+    figure, axes = _bars(results, lambda figures: figures.speedup, lambda figures: figures.speedup_by_repeat)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
     axes.set(title="Speed-up over plain decoding", ylabel="Ratio of tokens/s (thin lines: range of the repeats)")
     return _png(figure, axes)
 
 
-def _taus(found: Results) -> bytes:
+def _taus(results: Results) -> bytes:
     """Plot each method's tau on each set and on all sets, as PNG."""
-    figure, axes = _bars(found, lambda one: one.tau)
+    figure, axes = _bars(results, lambda figures: figures.tau)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
     axes.set(title="Tokens per target forward pass", ylabel="tau")
     return _png(figure, axes)
 
 
 def _bars(
-    found: Results,
+    results: Results,
     value: Callable[[Figures], float | None],
-    spread: Callable[[Figures], Sequence[float]] = lambda one: (),
+    spread: Callable[[Figures], Sequence[float]] = lambda figures: (),
 ) -> tuple[Any, Any]:
     """Plot a bar for each method but plain decoding, on each set and on all sets.
 
@@ -75,24 +75,28 @@ def _bars(
         spread: Function for the values whose range a thin line shows.
     """
     groups = {
-        f"{name}\n({counted(one.methods[PLAIN].timed_prompts, 'prompt')})": one.methods
-        for name, one in found.sets.items()
+        f"{name}\n({counted(figures.methods[PLAIN].timed_prompts, 'prompt')})": figures.methods
+        for name, figures in results.sets.items()
     }
     if len(groups) > 1:
-        groups[f"all sets\n({counted(found.methods[PLAIN].timed_prompts, 'prompt')})"] = found.methods
-    methods = [method for method in found.methods if method != PLAIN]
+        groups[f"all sets\n({counted(results.methods[PLAIN].timed_prompts, 'prompt')})"] = results.methods
+    methods = [method for method in results.methods if method != PLAIN]
     width = 0.8 / max(len(methods), 1)
-    room = max(1.3, 0.55 * len(methods), *(0.1 * len(name) for name in found.sets))
-    figure, axes = _axes(width=max(3.5, 1 + len(groups) * room), methods=found.methods)
+    room = max(1.3, 0.55 * len(methods), *(0.1 * len(name) for name in results.sets))
+    figure, axes = _axes(width=max(3.5, 1 + len(groups) * room), methods=results.methods)
     for i, method in enumerate(methods):
         places = [g - 0.4 + (i + 0.5) * width for g in range(len(groups))]
         drawn = [(place, group[method]) for place, group in zip(places, groups.values(), strict=True)]
-        drawn = [(place, one) for place, one in drawn if value(one) is not None]
+        drawn = [(place, figures) for place, figures in drawn if value(figures) is not None]
         if not drawn:
             continue
-        heights = [value(one) or 0.0 for _, one in drawn]
-        lows = [height - min(spread(one), default=height) for height, (_, one) in zip(heights, drawn, strict=True)]
-        highs = [max(spread(one), default=height) - height for height, (_, one) in zip(heights, drawn, strict=True)]
+        heights = [value(figures) or 0.0 for _, figures in drawn]
+        lows = [
+            height - min(spread(figures), default=height) for height, (_, figures) in zip(heights, drawn, strict=True)
+        ]
+        highs = [
+            max(spread(figures), default=height) - height for height, (_, figures) in zip(heights, drawn, strict=True)
+        ]
         axes.bar(
             [place for place, _ in drawn],
             heights,
@@ -113,20 +117,20 @@ def _bars(
     return figure, axes
 
 
-def _profiles(found: Results) -> bytes | None:
+def _profiles(results: Results) -> bytes | None:
     """Plot the parts of each method's step, as PNG, or return None without profiles."""
-    if not found.profiles:
+    if not results.profiles:
         return None
-    figure, axes = _axes(width=2 + 0.9 * len(found.profiles), methods=dict.fromkeys(PARTS))
+    figure, axes = _axes(width=2 + 0.9 * len(results.profiles), methods=dict.fromkeys(PARTS))
     colours = import_module("matplotlib").colormaps["tab10"].colors
-    names = [_label(method) for method in found.profiles]
+    names = [_label(method) for method in results.profiles]
     below = [0.0] * len(names)
     for part, colour in zip(PARTS, colours, strict=False):
-        heights = [1000 * one.seconds[part] for one in found.profiles.values()]
+        heights = [1000 * profile.seconds[part] for profile in results.profiles.values()]
         axes.bar(names, heights, 0.7, bottom=below, label=part, color=colour)
         below = [low + height for low, height in zip(below, heights, strict=True)]
-    for name, top, one in zip(names, below, found.profiles.values(), strict=True):
-        note = f"host {100 * one.host:.1f}%"
+    for name, top, profile in zip(names, below, results.profiles.values(), strict=True):
+        note = f"host {100 * profile.host:.1f}%"
         axes.annotate(note, (name, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     axes.set(title="Where the time of a step goes", ylabel="ms per step")
     axes.tick_params(axis="x", labelrotation=20)

@@ -44,7 +44,7 @@ def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[Pr
 
     Args:
         paths: Files of lines `{"turns": ["a user's text", ...]}`, of which the first turn is the prompt, or
-            `{"prompt": "a text"}`. Other keys are ignored.
+            `{"prompt": "a text"}`. Other keys and blank lines are ignored.
         limit: Maximum number of prompts per file, from its beginning. Later lines are checked too.
 
     Raises:
@@ -54,9 +54,9 @@ def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[Pr
     if not paths:
         raise UsageError("There are no prompts; give at least one file (--prompts FILE).")
     if limit is not None and limit < 1:
-        raise UsageError(f"limit is {limit}; it must be at least 1.")
+        raise UsageError(f"limit must be at least 1, got {limit}.")
     sets = [PromptSet(path.stem, tuple(_read(path))[:limit]) for path in paths]
-    names = [one.name for one in sets]
+    names = [prompt_set.name for prompt_set in sets]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"Two prompt files are called {name!r}, which names their results; rename one of them.")
@@ -66,10 +66,10 @@ def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[Pr
 def _read(path: Path) -> list[str]:
     prompts = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # Windows programs begin files with a byte order mark
             for number, line in enumerate(file, 1):
                 try:
-                    prompts.append(_prompt(line))
+                    prompts += [_prompt(line)] if line.strip() else []
                 except ValueError as error:
                     raise UsageError(f"{path}, line {number}: {error}") from error
     except OSError as error:

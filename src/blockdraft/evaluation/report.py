@@ -39,7 +39,7 @@ PROFILE_NOTES = (
 )
 
 
-def write(folder: Path, found: Results, with_pictures: bool) -> None:
+def write(folder: Path, results: Results, with_pictures: bool) -> None:
     """Write results.json and pictures, if wanted, to a folder, each file completely or not at all.
 
     Pictures of earlier results are deleted.
@@ -50,34 +50,34 @@ def write(folder: Path, found: Results, with_pictures: bool) -> None:
     make_folder(folder)
     for name in PICTURES:
         (folder / name).unlink(missing_ok=True)
-    write_file(folder / RESULTS, found.as_json().encode())
+    write_file(folder / RESULTS, results.as_json().encode())
     if with_pictures:
         for name, draw in PICTURES.items():
-            if (picture := draw(found)) is not None:
+            if (picture := draw(results)) is not None:
                 write_file(folder / name, picture)
 
 
-def show(console: Console, found: Results) -> None:
+def show(console: Console, results: Results) -> None:
     """Print a table for each prompt set and for all sets together, and the meaning of the columns."""
-    tables = {name: one.methods for name, one in found.sets.items()}
+    tables = {name: figures.methods for name, figures in results.sets.items()}
     if len(tables) > 1:
-        tables["all sets"] = found.methods
-    of = found.arguments
-    console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}")
-    notes = {name: f", which {note}" for name, note in of["drafter_notes"].items() if note}
-    drafters = {name: of["kinds"][name] + notes.get(name, "") for name in found.methods if name != PLAIN}
+        tables["all sets"] = results.methods
+    arguments = results.arguments
+    console.print(f"Target: backend {arguments['running']}, {arguments['dtype']}, on {arguments['device']}")
+    notes = {name: f", which {note}" for name, note in arguments["drafter_notes"].items() if note}
+    drafters = {name: arguments["kinds"][name] + notes.get(name, "") for name in results.methods if name != PLAIN}
     for drafter in dict.fromkeys(drafters.values()):
         console.print(f"Drafter {drafter}: {', '.join(name for name in drafters if drafters[name] == drafter)}")
     console.print()
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
         console.print()
-    console.print(NOTES.format(repeats=counted(found.arguments["repeats"], "repeat")))
-    if any(one.identical is None for one in found.methods.values()):
+    console.print(NOTES.format(repeats=counted(arguments["repeats"], "repeat")))
+    if any(figures.identical is None for figures in results.methods.values()):
         console.print(SAMPLED_NOTES)
-    if found.profiles:
+    if results.profiles:
         console.print()
-        console.print(_profile_table(found.profiles, box.SIMPLE if console.is_terminal else None))
+        console.print(_profile_table(results.profiles, box.SIMPLE if console.is_terminal else None))
         console.print()
         console.print(PROFILE_NOTES)
 
@@ -87,20 +87,29 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
     table = Table(box=lines, pad_edge=False, title_justify="left")
     table.title = f"{name}: {counted(plain.prompts, 'prompt')}, {plain.timed_prompts} timed"
     table.add_column("method", overflow="fold")
-    for header in ("tokens/s", "range", "speed-up", "tau", "R", f"S_1..S_{SHOWN_POSITIONS} %", "same %", "loops %"):
+    for header in (
+        "tokens/s",
+        "range",
+        "speed-up",
+        "tau",
+        "R",
+        f"S_1..S_{SHOWN_POSITIONS} %",
+        "same %",
+        "loops %",
+    ):
         table.add_column(header, justify="right", no_wrap=True)
-    for method, one in methods.items():
-        slowest, fastest = one.tokens_per_second_range or (None, None)
+    for method, figures in methods.items():
+        slowest, fastest = figures.tokens_per_second_range or (None, None)
         table.add_row(
             method,
-            _number(one.tokens_per_second, 1),
+            _number(figures.tokens_per_second, 1),
             f"{_number(slowest, 1)}-{_number(fastest, 1)}",
-            _number(one.speedup, 2),
-            _number(one.tau, 2),
-            _number(one.step_cost, 2),
-            " ".join(f"{100 * share:.0f}" for share in one.acceptance_by_position[:SHOWN_POSITIONS]),
-            _percent(one.identical),
-            _percent(one.looping),
+            _number(figures.speedup, 2),
+            _number(figures.tau, 2),
+            _number(figures.step_cost, 2),
+            " ".join(f"{100 * share:.0f}" for share in figures.acceptance_by_position[:SHOWN_POSITIONS]),
+            _percent(figures.identical),
+            _percent(figures.repetitive),
         )
     return table
 
@@ -111,10 +120,11 @@ def _profile_table(profiles: Mapping[str, Profile], lines: box.Box | None) -> Ta
     for method in profiles:
         table.add_column(method, justify="right", overflow="fold")
     for part in PARTS:
-        spent = [(one.seconds[part], one.total) for one in profiles.values()]
+        spent = [(profile.seconds[part], profile.total) for profile in profiles.values()]
         table.add_row(part, *(f"{1000 * seconds:.3f} ({100 * seconds / total:4.1f})" for seconds, total in spent))
-    table.add_row("step", *(f"{1000 * one.total:.3f} (100.0)" for one in profiles.values()))
-    table.add_row("host", *(f"{1000 * one.host * one.total:.3f} ({100 * one.host:4.1f})" for one in profiles.values()))
+    table.add_row("step", *(f"{1000 * profile.total:.3f} (100.0)" for profile in profiles.values()))
+    hosts = ((1000 * profile.host * profile.total, 100 * profile.host) for profile in profiles.values())
+    table.add_row("host", *(f"{milliseconds:.3f} ({share:4.1f})" for milliseconds, share in hosts))
     return table
 
 

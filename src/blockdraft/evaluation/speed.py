@@ -70,13 +70,13 @@ class Trial:
 class Figures:
     """Figures of one method.
 
-    No method is timed on prompts whose plain response loops, since such responses are easy to draft. These prompts
-    count only in `prompts`, `identical` and `looping`.
+    No method is timed on prompts whose plain response is repetitive, since such responses are easy to draft. These
+    prompts count only in `prompts`, `identical` and `repetitive`.
 
     Attributes:
         prompts: Number of prompts.
-        timed_prompts: Number of prompts whose plain response does not loop. If there is none, or no response has more
-            than its first token, the figures of speed and acceptance are None.
+        timed_prompts: Number of prompts whose plain response is not repetitive. If there is none, or no response has
+            more than its first token, the figures of speed and acceptance are None.
         tokens_per_second: Tokens after each response's first, of all sequences of a batch, over the wall time of
             decoding without prefill. Median of the repeats.
         tokens_per_second_range: Values of the slowest and the fastest repeat.
@@ -92,7 +92,7 @@ class Figures:
         batch_seconds: Mean wall time of a batch, prefill included. Median of the repeats.
         identical: Share of prompts for which every response equals the plain one, with the same seed when sampling;
             None for sampled draft tokens in that case. For plain decoding it measures repeatability.
-        looping: Share of prompts for which some response loops, as defined by `engine.loops`.
+        repetitive: Share of prompts for which some response is repetitive, as defined by `engine.loops`.
     """
 
     prompts: int
@@ -108,7 +108,7 @@ class Figures:
     step_cost: float | None
     batch_seconds: float | None
     identical: float | None
-    looping: float
+    repetitive: float
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,9 @@ def measure(
     """Decode all prompts with all methods.
 
     Plain decoding first decodes every prompt once, untimed. These responses are the reference, and show which prompts
-    loop. After a short warm-up come the rounds, in each of which all methods decode each batch of prompts, interleaved;
-    each round starts with another method. Prompts that loop are decoded once by each method, untimed.
+    have repetitive responses. Each method decodes those prompts once, untimed. After a short warm-up come the rounds.
+    In each of them all methods decode each batch of the other prompts, interleaved; each round starts with another
+    method.
 
     Args:
         engines: Engines by method, `none` among them, with `max_batch_size` of the settings.
@@ -203,9 +204,9 @@ def measure(
     assert params.temperature == 0 or params.seed is not None
     run = Run(engines, sets, params, settings)
     run.check()
-    count = sum(len(one.prompts) for one in sets)
+    count = sum(len(prompt_set.prompts) for prompt_set in sets)
     done, total = 0, count * (1 + len(engines) * settings.repeats)
-    everything = {one.name: list(range(len(one.prompts))) for one in sets}
+    everything = {prompt_set.name: list(range(len(prompt_set.prompts))) for prompt_set in sets}
     trials: list[Trial] = []
 
     def decode(stage: str, method: str, prompt_set: str, prompts: tuple[int, ...], repeat: int | None) -> None:
@@ -218,15 +219,15 @@ def measure(
     for prompt_set, prompts in run.batches(everything):
         decode("reference", PLAIN, prompt_set, prompts, None)
     answers = {(t.prompt_set, i): c for t in trials for i, c in zip(t.prompts, t.completions, strict=True)}
-    looping: dict[str, list[int]] = {one.name: [] for one in sets}
-    sound: dict[str, list[int]] = {one.name: [] for one in sets}
+    repetitive: dict[str, list[int]] = {prompt_set.name: [] for prompt_set in sets}
+    sound: dict[str, list[int]] = {prompt_set.name: [] for prompt_set in sets}
     for (name, i), completion in answers.items():
-        (looping if loops(completion.token_ids) else sound)[name].append(i)
+        (repetitive if loops(completion.token_ids) else sound)[name].append(i)
 
     names = list(engines)
     timed = sum(map(len, sound.values()))
     total = count + (count - timed) * (len(names) - 1) + timed * len(names) * settings.repeats
-    for prompt_set, prompts in run.batches(looping):
+    for prompt_set, prompts in run.batches(repetitive):
         for method in names:
             if method != PLAIN:
                 decode("repetitive outputs", method, prompt_set, prompts, None)
@@ -246,7 +247,7 @@ class Run:
         self, engines: Mapping[str, Engine], sets: Sequence[PromptSet], params: SamplingParams, settings: Settings
     ) -> None:
         self.engines = engines
-        self.prompts = {one.name: one.prompts for one in sets}
+        self.prompts = {prompt_set.name: prompt_set.prompts for prompt_set in sets}
         self.params = params
         self.batch_size = settings.batch_size
 
@@ -274,7 +275,7 @@ class Run:
         texts = [self.prompts[prompt_set][i] for i in prompts]
         params = [self._params(i) for i in prompts]
         began = time.perf_counter()
-        completions = [one.checked() for one in self.engines[method].generate(texts, params)]
+        completions = [completion.checked() for completion in self.engines[method].generate(texts, params)]
         seconds = time.perf_counter() - began
         return Trial(method, prompt_set, prompts, repeat, tuple(completions), seconds)
 
@@ -337,13 +338,13 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
     reference = {key: tokens[0] for key, tokens in _answers([t for t in plain if t.repeat is None]).items()}
     plain_repeats = _repeats(plain) if any(t.tokens for t in plain if t.repeat is not None) else []
     plain_rates, plain_steps = _tokens_per_second(plain_repeats), _step_seconds(plain_repeats)
-    found = {}
+    by_name = {}
     for method, own in by_method.items():
         answers, repeats = _answers(own), _repeats(own) if plain_repeats else []
         rates, steps = _tokens_per_second(repeats), _step_seconds(repeats)
         speedups = tuple(map(truediv, rates, plain_rates))
-        stats = merge(c.stats for each in repeats for t in each for c in t.completions)
-        found[method] = Figures(
+        stats = merge(c.stats for repeat in repeats for t in repeat for c in t.completions)
+        by_name[method] = Figures(
             prompts=len(answers),
             timed_prompts=len({(t.prompt_set, i) for t in own if t.repeat is not None for i in t.prompts}),
             tokens_per_second=_median(rates),
@@ -355,22 +356,22 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
             acceptance_by_position=tuple(stats.acceptance_by_position),
             step_seconds=_median(steps),
             step_cost=_median(list(map(truediv, steps, plain_steps))),
-            batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
+            batch_seconds=_median([sum(t.seconds for t in repeat) / len(repeat) for repeat in repeats]),
             identical=None if method in incomparable else identical_share(answers, reference),
-            looping=repetitive_share(answers),
+            repetitive=repetitive_share(answers),
         )
-    return found
+    return by_name
 
 
 def identical_share(answers: Mapping[Key, Sequence[Tokens]], reference: Mapping[Key, Tokens]) -> float:
     """Return the share of prompts for which every response equals the reference, token by token."""
-    same = [all(list(tokens) == list(reference[key]) for tokens in each) for key, each in answers.items()]
+    same = [all(list(tokens) == list(reference[key]) for tokens in responses) for key, responses in answers.items()]
     return sum(same) / len(same)
 
 
 def repetitive_share(answers: Mapping[Key, Sequence[Tokens]]) -> float:
-    """Return the share of prompts for which a response loops."""
-    return sum(any(map(loops, each)) for each in answers.values()) / len(answers)
+    """Return the share of prompts for which a response is repetitive."""
+    return sum(any(map(loops, responses)) for responses in answers.values()) / len(answers)
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -396,10 +397,10 @@ def _repeats(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def _tokens_per_second(repeats: list[list[Trial]]) -> tuple[float, ...]:
-    return tuple(sum(t.tokens for t in each) / sum(t.decode_seconds for t in each) for each in repeats)
+    return tuple(sum(t.tokens for t in repeat) / sum(t.decode_seconds for t in repeat) for repeat in repeats)
 
 
 def _step_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
     """Return the seconds per step of each repeat, or nothing if a method took no step, as with wrong outputs."""
-    totals = [(sum(t.decode_seconds for t in each), sum(t.steps for t in each)) for each in repeats]
+    totals = [(sum(t.decode_seconds for t in repeat), sum(t.steps for t in repeat)) for repeat in repeats]
     return tuple(seconds / steps for seconds, steps in totals) if all(steps for _, steps in totals) else ()

@@ -154,22 +154,25 @@ class Decoder(nn.Module):
         cap = config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap, hidden_states
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors by their names in the checkpoint. Parts of fused projections are views."""
-        yield "model.embed_tokens.weight", self.embedding.weight
+    def named_weights(self, part: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors whose names in the checkpoint contain `part`. Parts of fused projections are views."""
+        if part in "model.embed_tokens.weight":
+            yield "model.embed_tokens.weight", self.embedding.weight
         for number, module in enumerate(self.layers):
             layer = cast(DecoderLayer, module)
             for projection, parts in self.config.projections(number).items():
                 fused: PackedLinear = getattr(layer, projection)
                 sizes = [outputs for _, outputs in parts]
-                for kind, whole in (("weight", fused.weight), ("bias", fused.bias)):
-                    if whole is not None:
-                        for (name, _), part in zip(parts, whole.split(sizes), strict=True):
-                            yield f"{name}.{kind}", part
-            for role, name in self.config.norms(number).items():
-                yield name, layer.given[role]
+                for kind in ("weight", "bias"):
+                    names = [f"{name}.{kind}" for name, _ in parts]
+                    if any(part in name for name in names) and (whole := getattr(fused, kind)) is not None:
+                        tensors = zip(names, whole.split(sizes), strict=True)
+                        yield from ((name, tensor) for name, tensor in tensors if part in name)
+            others = {name: layer.given[role] for role, name in self.config.norms(number).items()}
             if layer.delta_net is not None:
-                yield from zip(self.config.delta_tensors(number), layer.delta_net.given.values(), strict=True)
-        yield "model.norm.weight", self.norm.given[0]
-        if not self.config.tied_head:
+                others |= zip(self.config.delta_tensors(number), layer.delta_net.given.values(), strict=True)
+            yield from ((name, tensor) for name, tensor in others.items() if part in name)
+        if part in "model.norm.weight":
+            yield "model.norm.weight", self.norm.given[0]
+        if not self.config.tied_head and part in "lm_head.weight":
             yield "lm_head.weight", self.head.weight

@@ -130,7 +130,9 @@ def kind_of(target: Target) -> tuple[str, str]:
     if target.path is not None and is_gguf(target.path):
         metadata = open_gguf(target.path).metadata
         try:
-            kind = LlamaFileType(metadata.get("general.file_type", -1)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+            kind = (
+                LlamaFileType(metadata.get("general.file_type", -1)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+            )
         except ValueError:
             kind = "unknown"
         return str(metadata.get("general.architecture", "unknown")), kind

@@ -153,6 +153,10 @@ class Target(Protocol):
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every weight by its name in the checkpoint, for any backend, without a tied head."""
 
+    def weights_in(self, part: str) -> dict[str, Tensor]:
+        """Return the weights whose names contain `part`. Other weights are not dequantized."""
+        return {name: weight for name, weight in self.named_weights() if part in name}
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each, nodes included."""
 

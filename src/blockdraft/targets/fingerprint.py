@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,14 +16,19 @@ from torch import Tensor
 from blockdraft.targets.base import Target
 
 SAMPLE = 32  # values per weight
+_fingerprints: WeakKeyDictionary[Target, str] = WeakKeyDictionary()
 
 
 def target_fingerprint(target: Target) -> str:
     """Return the fingerprint of configuration and weights, 16 hexadecimal digits, equal in float32 and bfloat16.
 
     Hidden states and data carry it: they belong to exactly this model, so quantization or a merged adapter changes it.
+    It is computed once for each target, since quantized weights are dequantized for it.
     """
-    return _digest(_hash(json.dumps(target.architecture, sort_keys=True).encode()), target.named_weights())
+    if target not in _fingerprints:
+        architecture = _hash(json.dumps(target.architecture, sort_keys=True).encode())
+        _fingerprints[target] = _digest(architecture, target.named_weights())
+    return _fingerprints[target]
 
 
 def weights_fingerprint(weights: Iterable[tuple[str, Tensor]], base: str = "") -> str:

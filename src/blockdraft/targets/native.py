@@ -368,6 +368,9 @@ class NativeTarget(CheckpointTarget):
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.decoder.named_weights()
 
+    def weights_in(self, part: str) -> dict[str, Tensor]:
+        return dict(self.decoder.named_weights(part))
+
     def embed(self, tokens: Tensor) -> Tensor:
         return self.decoder.embedding.lookup(tokens)
 

@@ -80,10 +80,10 @@ def _json(folder: Path, name: str, needed: bool) -> Mapping[str, Any] | None:
     if not file.is_file() and not needed:
         return None
     try:
-        found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read ({describe(error)}); give the folder that holds the file.") from error
-    return found
+    return content
 
 
 def prepare(

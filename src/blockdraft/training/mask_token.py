@@ -84,6 +84,22 @@ def mask_token(target: Target, wanted: int | None = None, data: TokenData | None
     return MaskToken(token, f"{names.get(token)!r}, {occurs}, because every entry of the embedding is used; {COST}")
 
 
+def usual_mask_tokens(target: Target) -> list[int]:
+    """Return tokens that drafters use as masks: mask, padding, and the first and last unused and reserved tokens.
+
+    Without a tokenizer there are none.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        return []
+    names = {token: name for name, token in tokenizer.get_vocab().items()}
+    unused = [token for token in range(target.vocab_size) if token not in names]
+    reserved = [token for token, name in sorted(names.items()) if RESERVED.fullmatch(name)]
+    tokens = [tokenizer.mask_token_id, *unused[:1], *reserved[:1], tokenizer.pad_token_id, tokenizer.unk_token_id]
+    tokens += [*unused[-1:], *reserved[-1:]]
+    return list(dict.fromkeys(token for token in tokens if token is not None and token < target.vocab_size))
+
+
 def _counts(data: TokenData | None, size: int) -> Tensor:
     """Return the number of occurrences of each token, `[size]` int64."""
     counts = torch.zeros(size, dtype=torch.int64)

@@ -1,7 +1,6 @@
 """The benchmark of real shapes, tried out at a tiny one on the CPU."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,10 +61,9 @@ def test_of_the_experts_a_few_are_read() -> None:
 
 
 @pytest.mark.slow
-def test_one_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_command_measures_and_writes(tmp_path: Path) -> None:
     small = ["--contexts", "16", "--trees", "16", "--repeats", "2", "--steps", "4", "--dtype", "float32"]
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--shapes", "tiny", *small, "--out", str(tmp_path)])
-    program.run(program.arguments())
+    program.run(program.arguments(["--device", "cpu", "--shapes", "tiny", *small, "--out", str(tmp_path)]))
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [run["backend"] for run in found["runs"]] == ["hf", "native", "captured"]
     assert found["runs"][2]["missing"] == "CUDA graphs need an NVIDIA GPU, and the device is cpu"

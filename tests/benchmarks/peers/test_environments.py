@@ -62,7 +62,6 @@ def test_one_failure_does_not_stop_the_others(
         raise environments.NotInstalled("no network")
 
     monkeypatch.setattr(environments, "INSTALLERS", {"a": fails, "b": lambda: None})
-    monkeypatch.setattr(sys, "argv", ["environments"])
-    environments.main()
+    environments.main([])
     printed = capsys.readouterr().out
     assert "a: no network" in printed and "b: ready" in printed

@@ -1,7 +1,6 @@
 """The whole command, with fake peers."""
 
 import json
-import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -27,8 +26,7 @@ def command(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPat
 
 def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object) -> None:
     monkeypatch.setattr(program, "choose", lambda names, kind: list(peers))
-    monkeypatch.setattr(sys, "argv", ["peers", *arguments])
-    program.main()
+    program.main(arguments)
 
 
 def test_one_command_measures_and_writes(
@@ -40,7 +38,7 @@ def test_one_command_measures_and_writes(
     assert set(found["sets"]["sums"]) == {REFERENCE, "a", PLAIN}
     assert found["missing"] == {"b": "no | wheel", "c": "failed: it ended with 1: out of memory"}
     assert [(one["peer"], one["place"], one["margin"]) for one in found["differences"]] == [("a", 3, 0.25)] * 2
-    assert found["settings"]["prompts"] == {"sums": 2} and found["looping"] == {"sums": 0}
+    assert found["settings"]["prompts"] == {"sums": 2} and found["repetitive"] == {"sums": 0}
     assert found["at_once"] == {PLAIN: 160}  # 16 answers of 5 tokens in half a second
     assert min(found["start_seconds"].values()) > 0 and found["peak_bytes"][PLAIN] > 1 << 20
     printed = capsys.readouterr().out

@@ -34,20 +34,18 @@ def test_drafters_are_trained_and_measured_once(
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "maths.jsonl").write_text('{"prompt": "What is 2 plus 3?"}\n{"prompt": "Count."}\n')
     out = tmp_path / "out"
-    words = ["rivals", "--target", str(tiny_target_dir), "--data", str(tiny_data_dir), "--out", str(out)]
+    words = ["--target", str(tiny_target_dir), "--data", str(tiny_data_dir), "--out", str(out)]
     words += ["--recipe", str(tmp_path / "recipe.toml"), "--prompts", str(tmp_path / "maths.jsonl"), "--seeds", "1"]
     words += ["--kinds", "dflash,prompt_lookup", "--steps", "2", "--max-new-tokens", "8", "--repeats", "1"]
     words += ["--methods", "chain:8,tree:4", "--threads", "1", "--temperatures", "0"]
-    monkeypatch.setattr("sys.argv", words)
-    rivals.main()
+    rivals.main(words)
     text = (out / "rivals.md").read_text()
     assert "| DFlash | chain:4 |" in text and "| prompt lookup | tree:4 |" in text
     monkeypatch.setattr("subprocess.run", None)  # nothing is left to run
-    rivals.main()
+    rivals.main(words)
     assert (out / "rivals.md").read_text() == text
-    monkeypatch.setattr("sys.argv", [*words, "--steps", "3"])
     with pytest.raises(SystemExit):
-        rivals.main()
+        rivals.main([*words, "--steps", "3"])
     assert "other steps; choose another --out" in capsys.readouterr().err
 
 

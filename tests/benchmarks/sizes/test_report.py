@@ -28,7 +28,7 @@ def test_answers_that_run_in_circles_are_left_out() -> None:
     runs = [run(way, 1, prompt=i, answer=LOOP if i else "1 2 3") for way in (PLAIN_WAY, CHAIN) for i in range(2)]
     runs.append(run(CHAIN, 1, prompt=1, size="2"))
     found = Figures(runs)
-    assert found.looping == {("1", 16): 1}
+    assert found.repetitive == {("1", 16): 1}
     assert {(each.size, each.prompt) for each in found.runs} == {("1", 0), ("2", 1)}
     assert (
         len(Figures([run(PLAIN_WAY, 1, answer=LOOP, forced=1)]).runs) == 1

@@ -65,7 +65,7 @@ def test_answers_count_alike() -> None:
     silent = rows_of("gsm8k", 0.0, [trial("none", 0, [7], 0.0, [])])
     assert silent[0].speedup is silent[0].tau is silent[0].tokens_per_second is None
     loop = rows_of("gsm8k", 1.0, [trial("none", 0, [1] * 60, 1.0, [1] * 59)] * 2, sampled={"none"})
-    assert (loop[0].looping, loop[0].identical) == (1.0, None)
+    assert (loop[0].repetitive, loop[0].identical) == (1.0, None)
 
 
 def test_the_model_of_the_paper() -> None:

@@ -61,7 +61,7 @@ def test_a_good_pair(target: Target) -> None:
     assert (found.fault, found.remedy, found.alike) == (None, "", 1.0)
     assert found.decoded == found.own and found.decoded[0] > 0.5
     usual, *others = found.tried
-    assert {each.fault for each in others} == {"target_layers", "shift", "window", "causality", "rope"}
+    assert {check.fault for check in others} == {"target_layers", "shift", "mask", "window", "causality", "rope"}
     assert len(found.decoded) == 15 and len(usual.by_position) == 14
 
 
@@ -111,18 +111,20 @@ def test_target_layers_off_by_one(
             "window",
             "full attention, bidirectional",
         ),
+        ({"dflash_config": {"mask_token_id": 300}}, "mask", "mask token {mask} in place of 300"),
         (
             {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             "rope",
             "rope_theta 10000",
         ),
     ],
-    ids=["window", "rope"],
+    ids=["window", "mask", "rope"],
 )
 def test_a_wrong_configuration(
     target: Target, broken: Callable[..., Path], changes: dict[str, Any], fault: str, told: str
 ) -> None:
     found = diagnosis(target, broken(**changes))
+    told = told.format(mask=read_config(DRAFTER).mask_token_id)
     assert found.fault == fault and told in found.finding and found.remedy
     assert found.alike == 1.0
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from blockdraft.tools.fit.facts import TargetFacts
-from blockdraft.tools.fit.plan import Plan, reference
+from blockdraft.tools.fit.facts import Plan, TargetFacts
+from blockdraft.tools.fit.plan import reference
 
 
 @pytest.fixture

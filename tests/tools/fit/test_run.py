@@ -11,7 +11,7 @@ import pytest
 
 from blockdraft.data.settings import RecordSettings
 from blockdraft.tools.fit import run
-from blockdraft.tools.fit.plan import Plan
+from blockdraft.tools.fit.facts import Plan
 from blockdraft.tools.fit.run import FORMAT, Fit, run_fit
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.tools.fit.steps import Where

@@ -1,5 +1,6 @@
 """The commands of a fit: how they read, and which of them run."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,8 +17,8 @@ from typer.main import get_command
 from blockdraft.cli import app
 from blockdraft.errors import BlockdraftError
 from blockdraft.tools.fit import steps
-from blockdraft.tools.fit.plan import Plan
-from blockdraft.tools.fit.steps import Pace, Step, Where, done_steps, make_steps, run_steps
+from blockdraft.tools.fit.facts import Plan
+from blockdraft.tools.fit.steps import Step, Where, done_steps, make_steps, run_steps
 
 MakePlan = Callable[..., Plan]
 WHERE = Where(Path("out"), "some/model", "bfloat16", "cpu", "hf")
@@ -65,89 +66,60 @@ def test_one_target_layer_is_a_layer_and_no_number(make_plan: MakePlan) -> None:
     assert "--target-layers=0, " in made["train"].line
 
 
+Command = Callable[[str], None]
+
+
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the commands that were run, in place of which nothing happens; "data" fails the first time."""
-    found: list[str] = []
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Make the steps run a shell script in place of Python. Its third argument is the name of the step."""
 
-    def run(arguments: tuple[str, ...], tell: object) -> int:
-        found.append(arguments[0])
-        return 2 if found == ["prompts", "data"] else 0
+    def make(script: str) -> None:
+        path = tmp_path / "command.sh"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
 
-    monkeypatch.setattr(steps, "_run", run)
-    return found
+    return make
 
 
-def test_steps_that_are_done_are_not_run_again(ran: list[str], make_plan: MakePlan, tmp_path: Path) -> None:
-    made, told = make_steps(make_plan(), WHERE, [], []), list[str]()
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_steps_that_are_done_are_not_run_again(command: Command, make_plan: MakePlan, tmp_path: Path) -> None:
+    """The step "data" fails the first time."""
+    log = tmp_path / "log"
+    command(f"echo $3 >> {log}; [ \"$(tr '\\n' ' ' < {log})\" != 'prompts data ' ] || exit 2")
+    made, notes = make_steps(make_plan(), WHERE, [], []), list[str]()
     with pytest.raises(BlockdraftError, match="data ended with status 2"):
-        run_steps(made, tmp_path, told.append)
+        run_steps(made, tmp_path, notes.append)
     assert list(done_steps(tmp_path)) == ["prompts"]
-    run_steps(made, tmp_path, told.append)
-    assert ran == ["prompts", "data", "data", "train", "calibrate", "bench"]
+    run_steps(made, tmp_path, notes.append)
+    assert log.read_text().split() == ["prompts", "data", "data", "train", "calibrate", "bench"]
     assert set(done_steps(tmp_path)) == {"prompts", "data", "train", "calibrate", "bench"}
-    run_steps(made, tmp_path, told.append)
-    assert len(ran) == 6
-    assert "\nstep 1 of 5: prompts, about 10 s; in all about 2 min left" in told
-    assert made[3].line in told
+    run_steps(made, tmp_path, notes.append)
+    assert len(log.read_text().split()) == 6
+    assert "\nstep 1 of 5: prompts, about 10 s; in all about 2 min left" in notes
+    assert made[3].line in notes
 
 
-def test_what_is_left_of_a_step_goes_by_what_it_has_done(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    step = Step("train", ("train",), 100.0, (log, 50))
-    pace = Pace(step)
-    assert pace.left(30.0) == 70 and pace.left(300.0) == 0  # nothing is known but the plan
-    log.write_text("{}\n" * 10)
-    assert pace.left(400.0) == 80  # what came before the first parts says nothing of the others
-    log.write_text("{}\n" * 20)
-    assert pace.left(430.0) == 90  # 3 s each
-    again = Pace(step)  # of an earlier start were 20
-    assert again.left(10.0) == 60
-    log.write_text("{}\n" * 22)
-    assert again.left(20.0) == 56
-    log.write_text("{}\n" * 26)
-    assert again.left(24.0) == 24
-
-
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 @pytest.mark.parametrize(
-    ("data_took", "times"),
-    [
-        (0.0, ((30.0, False), (45.0, False), (46.0, True), (52.0, True))),  # 1.1 times 45.5 s
-        (15.0, ((30.0, False), (31.0, False), (32.0, True))),  # the answers have taken 15 s of the slack
-        (900.0, ((13.0, False), (14.0, True))),  # half of its time
-    ],
+    ("late", "slack", "ends_early"),
+    [(0.0, 1e3, False), (0.0, 0.0, True), (1e3, 1e3, True), (1e6, 1e3, True)],
+    ids=["in time", "too long", "no slack left", "later than all slack"],
 )
 def test_a_training_ends_early_where_all_steps_take_too_long(
-    data_took: float,
-    times: tuple[tuple[float, bool], ...],
-    make_plan: MakePlan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    late: float, slack: float, ends_early: bool, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_steps(make_plan(), Where(tmp_path / "out", None), [], [])
-    data, train = (next(step for step in made if step.name == name) for name in ("data", "train"))
-    assert train.seconds == 30
-    now, told, finish = [0.0], list[str](), tmp_path / "out.run" / "finish"
-    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
-
-    def run(arguments: tuple[str, ...], tell: Callable[[], None]) -> int:
-        began = now[0]
-        if arguments[0] == "data":
-            now[0] += data.seconds + data_took
-            tell()
-            return 0
-        finish.parent.mkdir(exist_ok=True)
-        for seconds, asked in times:
-            now[0] = began + seconds
-            tell()
-            assert finish.exists() == asked
-        return 0
-
-    monkeypatch.setattr(steps, "_run", run)
-    run_steps([data, train], tmp_path, told.append, slack=20.0)
-    assert sum("the time is up, so it ends early" in line for line in told) == 1
-    assert told[-1] == "step 2 of 2: train ends soon"
-    assert any("step 1 of 2: data takes longer than planned; about 30 s for the steps" in line for line in told)
+    monkeypatch.setattr(steps, "NOTE_SECONDS", 0.05)
+    finish, notes = tmp_path / "run" / "finish", list[str]()
+    finish.parent.mkdir()
+    # It trains for a second, or as long as it is not told to finish.
+    command(f"for i in $(seq {'1000' if ends_early else '20'}); do [ ! -e {finish} ] || exit 0; sleep 0.05; done")
+    (tmp_path / "done.json").write_text(json.dumps({"data": 5.0 + late}))
+    data, train = Step("data", ("data",), 5.0), Step("train", ("train",), 0.5, finish)
+    run_steps([data, train], tmp_path, notes.append, slack)
+    assert finish.exists() == ends_early
+    assert sum("the time is up, so it ends early" in line for line in notes) == ends_early
+    assert ("step 2 of 2: train ends soon" if ends_early else "step 2 of 2: train takes longer than planned") in notes
 
 
 def test_a_failing_command_is_reported(tmp_path: Path) -> None:
@@ -157,13 +129,9 @@ def test_a_failing_command_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_a_command_is_reported_of_a_signal_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, script = tmp_path / "started", tmp_path / "command.sh"
-    script.write_text(f"#!/bin/sh\ntrap 'exit 143' TERM\ntouch {started}\nwhile :; do sleep 0.05; done\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_command_gets_the_signal_and_saves(command: Command, tmp_path: Path) -> None:
+    started, before = tmp_path / "started", signal.getsignal(signal.SIGTERM)
+    command(f"trap 'exit 143' TERM\ntouch {started}\nwhile :; do sleep 0.05; done")
 
     def end() -> None:
         while not started.exists() or signal.getsignal(signal.SIGTERM) is before:
@@ -171,7 +139,8 @@ def test_a_command_is_reported_of_a_signal_and_saves(tmp_path: Path, monkeypatch
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end, daemon=True).start()
-    assert steps._run(["x"], None) == 143
+    with pytest.raises(BlockdraftError, match="x ended with status 143"):
+        run_steps([Step("x", ("x",), 1.0)], tmp_path, lambda text: None)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -180,10 +149,11 @@ def test_a_command_is_reported_of_a_signal_and_saves(tmp_path: Path, monkeypatch
 def test_no_command_outlives_the_fit(tmp_path: Path) -> None:
     """Killed, the fit takes its command along."""
     code = (
-        "from blockdraft.tools.fit import steps\n"
         "import sys\n"
+        "from pathlib import Path\n"
+        "from blockdraft.tools.fit.steps import Step, run_steps\n"
         f"sys.executable = {str(tmp_path / 'sleep.sh')!r}\n"
-        "steps._run(['x'], None)\n"
+        f"run_steps([Step('x', ('x',), 1.0)], Path({str(tmp_path)!r}), print)\n"
     )
     (tmp_path / "sleep.sh").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
     (tmp_path / "sleep.sh").chmod(0o755)

@@ -1,4 +1,4 @@
-"""Checks of the DFlash family: target layers and positions off by one, windows, causality, rotary base, precision."""
+"""Checks of the DFlash family: target layers, positions, mask token, windows, causality, rotary base, precision."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from blockdraft.tools.doctor.checks import (
     rope,
     variant_of,
 )
+from blockdraft.training.mask_token import usual_mask_tokens
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
@@ -50,7 +51,8 @@ class DFlashChecker(Checker):
 
     def checks(self, longest: int) -> Iterator[Check]:
         target = self.target
-        return checks(self.config, self._first_slot, target.shape, target.dtype, longest)
+        masks = usual_mask_tokens(target)
+        return checks(self.config, self._first_slot, target.shape, target.dtype, longest, masks)
 
     @torch.no_grad()
     def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
@@ -72,8 +74,8 @@ class DFlashChecker(Checker):
         slots, lengths = slice(self._first_slot, self._first_slot + count), list[int]()
         network = self._network(check)
         for hidden, logits, text in self._passes(network, check, tokens, anchors, count):
-            seen = Slots(hidden[:, slots], logits[:, slots], text.clamp(min=0), text[:, 1:] >= 0)
-            right = self._variant.draft_tokens(network, seen) == text[:, 1:]
+            taught = Slots(hidden[:, slots], logits[:, slots], text.clamp(min=0), text[:, 1:] >= 0)
+            right = self._variant.draft_tokens(network, taught) == text[:, 1:]
             lengths += right.long().cumprod(dim=1).sum(dim=1).tolist()
         return lengths
 
@@ -88,7 +90,7 @@ class DFlashChecker(Checker):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield hidden states `[C, N, H]`, logits `[C, N, V]` and tokens `[C, 1 + count]` of up to C anchors at a time.
 
-        The tokens are the anchor and the `count` tokens behind it, -1 behind the end of the text.
+        The tokens are the anchor and the `count` tokens after it, -1 after the end of the text.
         """
         target = self.target
         dtype, device = next(network.parameters()).dtype, target.device
@@ -96,24 +98,30 @@ class DFlashChecker(Checker):
         padded = torch.cat([tokens, tokens.new_full((count,), -1)]).to(device)
         mask = target.embed(torch.tensor(network.config.mask_token_id, device=device)).to(dtype)
         places = torch.arange(len(tokens), device=device)[None]
-        for some in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
-            embedded = target.embed(padded[some]).to(dtype)[None]
+        for chunk in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
+            embedded = target.embed(padded[chunk]).to(dtype)[None]
             documents = torch.zeros_like(places)
-            hidden = draft_hidden(network, hidden_states, documents, places, some[None], embedded, mask)[0]
+            hidden = draft_hidden(network, hidden_states, documents, places, chunk[None], embedded, mask)[0]
             logits = network.adjust_logits(self._head(hidden.to(target.dtype)))
-            yield hidden, logits, torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
+            yield hidden, logits, torch.stack([padded[chunk + k] for k in range(count + 1)], dim=1)
 
 
 def checks(
-    config: DraftConfig, first_slot: int, shape: Mapping[str, Any], dtype: torch.dtype, longest: int
+    config: DraftConfig,
+    first_slot: int,
+    shape: Mapping[str, Any],
+    dtype: torch.dtype,
+    longest: int,
+    masks: Sequence[int] = (),
 ) -> Iterator[Check]:
     """Yield all checks, the first of them with the drafter's own configuration.
 
     Args:
-        first_slot: Position that predicts the token behind the anchor.
+        first_slot: Position that predicts the token after the anchor.
         shape: `Target.shape`.
         dtype: Dtype of the target.
-        longest: Tokens of the longest text.
+        longest: Number of tokens of the longest text.
+        masks: Mask tokens to try.
     """
     yield Check(config)
     yield from neighbour_target_layers(config)
@@ -124,6 +132,11 @@ def checks(
             "position 0 drafts first in DSpark, position 1 in DFlash."
         )
         yield Check(config, fault="shift", told=told, remedy=remedy, shift=first_slot - slot)
+    for token in masks:
+        if token != config.mask_token_id:
+            told = f"mask token {token} in place of {config.mask_token_id}"
+            remedy = f"Set mask_token_id in config.json to {token}."
+            yield Check(replace(config, mask_token_id=token), fault="mask", told=told, remedy=remedy)
     yield from _attention(config, longest)
     yield from rope(config, shape)
     yield from precision(config, dtype)

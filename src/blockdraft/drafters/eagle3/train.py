@@ -229,8 +229,7 @@ def target_layers_with_the_last(layers: int) -> tuple[int, ...]:
 def last_layer(target: Target) -> dict[str, Tensor]:
     """Return the weights of the target's last layer, by their names inside it."""
     beginning = f".layers.{target.num_layers - 1}."
-    weights = ((name.partition(beginning)[2], weight) for name, weight in target.named_weights())
-    return {name: weight for name, weight in weights if name}
+    return {name.partition(beginning)[2]: weight for name, weight in target.weights_in(beginning).items()}
 
 
 def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple[int, ...]) -> dict[str, bool]:
@@ -280,7 +279,7 @@ def take_last_layer(network: Eagle3Network, target: Target) -> None:
             both[:, size:] = weight
         else:
             layer.get_parameter(name).copy_(weight)
-    network.norm.weight.copy_(next(weight for name, weight in target.named_weights() if name == "model.norm.weight"))
+    network.norm.weight.copy_(target.weights_in("model.norm.weight")["model.norm.weight"])
     network.fc.weight.zero_()
     network.fc.weight[:, -size:] = torch.eye(size)
 

@@ -180,7 +180,7 @@ async def _measure(
         infos = {name: await _inspect(client, longest, settings) for name, client in clients.items()}
         equality = await _compare(clients, sets, params[0], progress) if AGAINST in clients else None
         plan = [(prompt_set, how, n) for prompt_set in sets for how in params for n in settings.concurrency]
-        counts = [max(settings.requests or max(len(one.prompts), ROUNDS * n), n) for one, _, n in plan]
+        counts = [max(settings.requests or max(len(prompt_set.prompts), ROUNDS * n), n) for prompt_set, _, n in plan]
         total, done = len(clients) * sum(counts), 0
         levels, problems, stopped = list[Level](), dict[str, None](), ""
         for number, ((prompt_set, how, n), count) in enumerate(zip(plan, counts, strict=True)):

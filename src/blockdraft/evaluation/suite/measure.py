@@ -39,7 +39,7 @@ class Row:
         tau: Tokens per target forward pass, bonus included: mean over responses of the response's own mean.
         identical: Share of responses equal to those of plain decoding with the same seed, token by token. None for
             sampled draft tokens if decoding is not greedy.
-        looping: Share of responses in which a run of 8 tokens occurs at least 4 times. They are included everywhere.
+        repetitive: Share of responses in which a run of 8 tokens occurs at least 4 times. They are included everywhere.
     """
 
     task: str
@@ -52,7 +52,7 @@ class Row:
     speedup: float | None
     tau: float | None
     identical: float | None
-    looping: float
+    repetitive: float
 
 
 def chat_encoder(target: Target) -> ChatEncoder:
@@ -159,7 +159,7 @@ def rows_of(task: str, temperature: float, trials: Sequence[Trial], sampled: Col
             speedup=None,
             tau=None,
             identical=None if temperature and method in sampled else fmean(same),
-            looping=fmean(map(loops, tokens)),
+            repetitive=fmean(map(loops, tokens)),
         )
         if timed:
             row = replace(

@@ -70,7 +70,7 @@ class Results:
 
     def as_csv(self) -> str:
         text = io.StringIO()
-        table = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
+        table = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
         table.writeheader()
         table.writerows(map(asdict, self.rows))
         return text.getvalue()
@@ -147,7 +147,7 @@ def _table(
             str(plain.prompts),
             *(_cell([column[task.name]]) for column in columns.values()),
             _percent(min(shares)),
-            _percent(plain.looping),
+            _percent(plain.repetitive),
             *(_cell([by_task[task.name]] if task.name in by_task else []) for by_task in published.values()),
         )
     compared = [task.name for task in tasks if all(task.name in by_task for by_task in published.values())]
@@ -163,7 +163,7 @@ def _table(
 
 def _cell(figures: Sequence[Row | Published]) -> str:
     """Return the mean speed-up and tau of one or several tasks."""
-    known = [(one.speedup, one.tau) for one in figures if one.speedup is not None and one.tau is not None]
+    known = [(row.speedup, row.tau) for row in figures if row.speedup is not None and row.tau is not None]
     if not known:
         return "-"
     return f"{geometric_mean([speedup for speedup, _ in known]):.2f}/{fmean(tau for _, tau in known):.2f}"

@@ -19,7 +19,7 @@ from blockdraft.formats.base import layouts
 from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.models import named_for_others
-from blockdraft.tools.fit.plan import Plan
+from blockdraft.tools.fit.facts import Plan
 from blockdraft.tools.fit.prompts import HELD_OUT
 from blockdraft.tools.fit.steps import Step, Where
 from blockdraft.training.export import formats_for

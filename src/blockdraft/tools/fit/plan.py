@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from blockdraft.data.hidden_states import size
-from blockdraft.data.settings import LONGEST, DataSettings
+from blockdraft.data.settings import LONGEST
 from blockdraft.errors import Complaints, counted
 from blockdraft.nn.draft_config import default_target_layers
-from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts
+from blockdraft.tools.fit.facts import Machine, Measured, Plan, Speeds, TargetFacts
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.training.variant import find_variant, fit_gains
-from blockdraft.types import Quantize
 
 Fields: TypeAlias = dict[str, Any]
 
@@ -35,7 +34,8 @@ class Default:
     LAYERS = 5  # maximum, as in arXiv 2602.06036
     SHORT_BLOCK, LONG_BLOCK = 8, 16
     LONG_TRAINING = 50_000_000  # tokens of training from which on long blocks pay off
-    DRAFT_VOCAB = 8192  # tokens that a drafter can propose where the target's head costs more than its layers
+    DRAFT_VOCAB = 8192  # tokens that a drafter can propose where the target's whole head is too slow
+    HEAD, CPU_HEAD = 1.0, 0.5  # weights of that head over those of the draft layers, from which on it is too slow
     # Responses
     FEWEST_ANSWERS = 64
     LONG_ANSWER = 512
@@ -52,48 +52,6 @@ class Default:
     MEMORY, DISK, LOGITS = 0.4, 0.5, 0.1  # for hidden states in memory, for hidden states on disk, for logits
 
 
-KEPT_STATES = {
-    None: "computed anew in every step",
-    "memory": "computed once, kept in memory",
-    "disk": "computed once, kept on disk",
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Plan of a fit. It fixes all numbers, so that an interrupted fit ends like any other.
-
-    Attributes:
-        recipe: Fields of the variant's recipe.
-        answers, held_out: Number of prompts that the target answers, and of those that are kept apart.
-        hidden_states: Where hidden states are kept: "memory", "disk", or None, which runs the target in each training
-            step.
-        stored_target_layers: Layers whose outputs are stored on disk; empty for the target layers of the recipe.
-        seconds: Expected duration of each step, in the order of the steps.
-        disk, memory: Approximate need in bytes.
-        reasons: Reasons for the choices, a sentence each.
-        batch_size: Number of responses written at the same time.
-        quantize: How the target that writes the responses is quantized; None is not at all.
-    """
-
-    variant: str
-    recipe: Fields
-    answers: int
-    held_out: int
-    max_new_tokens: int
-    temperature: float
-    hidden_states: str | None
-    bench_prompts: int
-    bench_tokens: int
-    seconds: dict[str, float]
-    disk: int
-    memory: int
-    reasons: tuple[str, ...]
-    batch_size: int = DataSettings.batch_size
-    quantize: Quantize | None = None
-    stored_target_layers: tuple[int, ...] = ()
-
-
 def target_layers(layers: int) -> tuple[int, ...]:
     """Return the target layers that a drafter reads: up to five, spread as in z-lab's drafters, or all of a few."""
     if layers < 4:
@@ -104,6 +62,7 @@ def target_layers(layers: int) -> tuple[int, ...]:
 def reference(variant: str, target: TargetFacts, block_size: int = Default.SHORT_BLOCK) -> Fields:
     """Return recipe fields of the drafter's shape, and of its training as far as it does not depend on the time."""
     small, middling = target.hidden_size <= 512, target.hidden_size <= 2048
+    kind = find_variant(variant)
     fields: Fields = {
         "layers": draft_layers(target),
         "target_layers": target_layers(target.layers),
@@ -114,10 +73,9 @@ def reference(variant: str, target: TargetFacts, block_size: int = Default.SHORT
         "muon_learning_rate": 0.02,
         "schedule": "wsd",
         "warmup": 0.03,
+        "draft_vocab": Default.DRAFT_VOCAB if kind.reducible and reduces(target) else None,
     }
-    if find_variant(variant).reducible and reduces(target, fields["layers"]):
-        fields["draft_vocab"] = Default.DRAFT_VOCAB
-    fields |= find_variant(variant).fit_fields(target.layers, target.hidden_size)
+    fields |= kind.fit_fields(target.layers, target.hidden_size)
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -129,21 +87,21 @@ def stored_target_layers(variant: str, fields: Fields, layers: int) -> tuple[int
 
 
 def candidates(target: TargetFacts) -> list[str]:
-    """Return the kinds of drafters to compare: where the target's head costs most, those that can do without it."""
-    reduced = reduces(target, draft_layers(target))
+    """Return the kinds of drafters to compare: where the target's head is too slow, those that can do without it."""
     kinds = {name: find_variant(name) for name in fit_gains()}
-    return [name for name, kind in kinds.items() if (kind.reducible if reduced else not kind.fit_reduced)]
+    return [name for name, kind in kinds.items() if (kind.reducible if reduces(target) else not kind.fit_reduced)]
 
 
 def draft_layers(target: TargetFacts) -> int:
     return min(max(round(target.layers / 4), 1), Default.LAYERS)
 
 
-def reduces(target: TargetFacts, layers: int) -> bool:
-    """Return whether the target's head has more weights than so many draft layers of the shape of the target's."""
+def reduces(target: TargetFacts) -> bool:
+    """Return whether a drafter with draft layers like the target's layers drafts part of the vocabulary only."""
     inner = target.inner_size or 3 * target.hidden_size
-    weights = layers * target.hidden_size * (4 * target.hidden_size + 3 * inner)
-    return target.vocab_size * target.hidden_size > weights and target.vocab_size >= 2 * Default.DRAFT_VOCAB
+    weights = draft_layers(target) * target.hidden_size * (4 * target.hidden_size + 3 * inner)
+    most = Default.CPU_HEAD if target.device == "cpu" else Default.HEAD
+    return target.vocab_size * target.hidden_size > most * weights and target.vocab_size >= 2 * Default.DRAFT_VOCAB
 
 
 def anchors(length: int, block_size: int) -> int:
@@ -160,13 +118,9 @@ def expected_speedup(variant: str, speeds: Mapping[str, Speeds]) -> float:
 
     Two assumptions: draft tokens are correct independently of each other, and a variant that trains faster learns more.
     """
-
-    def pace(name: str) -> float:
-        return speeds[name].tokens[-1] / speeds[name].seconds[-1]
-
-    learned = (pace(variant) / max(map(pace, speeds))) ** Default.RATE_POWER
-    tau = max(Default.TAU * fit_gains()[variant] * float(learned), 1.01)
-    correct = 1 - 1 / tau
+    rates = {name: speed.tokens[-1] / speed.seconds[-1] for name, speed in speeds.items()}
+    learned = (rates[variant] / max(rates.values())) ** Default.RATE_POWER
+    correct = 1 - 1 / max(Default.TAU * fit_gains()[variant] * float(learned), 1.01)
     return max((1 - correct**size) / (1 - correct) / cost for size, cost in speeds[variant].step_costs.items())
 
 
@@ -191,11 +145,11 @@ class Planner:
     def __post_init__(self) -> None:
         measured = self.measured
         self.reasons: list[str] = []
-        # Tokens of a document, and the seconds that its prompt, its response and its hidden states take.
+        # Tokens of a document, and the seconds that its prompt and its response take.
         self.document = measured.prompt_tokens + measured.answer_tokens
         self.prompt_seconds = 1.5 * measured.prompt_tokens / measured.answer_rate if self.available is None else 0.0
         self.answer_seconds = measured.answer_tokens / measured.answer_rate
-        self.read_seconds = self.document / measured.read_rate
+        self.max_new_tokens = answer_length(self.settings, self.target.context)
 
     def plan(self) -> Plan:
         """Return the plan.
@@ -203,85 +157,89 @@ class Planner:
         Raises:
             UsageError: Time, memory or disk do not suffice; it names all that is missing.
         """
-        self.choose_variant()
-        self.choose_responses()
-        self.share_time()
+        variant = self.choose_variant()
+        temperature = self.choose_temperature()
+        bench_prompts, bench_tokens = self.share_time()
         self.count_responses()
-        self.place_hidden_states()
+        self.place_hidden_states(stored_target_layers(variant, reference(variant, self.target), self.target.layers))
         self.size_steps()
-        recipe = self.make_recipe()
-        self.check_needs(recipe["chunk"])
+        recipe = self.make_recipe(variant, temperature)
+        self.check_needs(recipe)
         return Plan(
-            variant=self.variant,
+            variant=variant,
             recipe=recipe,
             answers=self.answers,
             held_out=self.held_out,
             max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
+            temperature=temperature,
             hidden_states=self.hidden_states,
-            bench_prompts=self.bench_prompts,
-            bench_tokens=self.bench_tokens,
+            bench_prompts=bench_prompts,
+            bench_tokens=bench_tokens,
             seconds={name: round(value, 1) for name, value in self.seconds.items() if value},
             disk=self.disk,
             memory=self.memory,
             reasons=tuple(self.reasons),
             batch_size=self.measured.batch_size,
             quantize=self.measured.quantize,
-            stored_target_layers=self.read_layers if self.hidden_states == "disk" else (),
+            stored_target_layers=self.stored_layers if self.hidden_states == "disk" else (),
         )
 
-    def choose_variant(self) -> None:
+    def choose_variant(self) -> str:
         speeds = self.measured.speeds
         gains = {name: expected_speedup(name, speeds) for name in speeds}
-        self.variant: str = self.settings.variant or max(gains, key=lambda name: gains[name])
-        self.speed = speeds[self.variant]
+        variant: str = self.settings.variant or max(gains, key=lambda name: gains[name])
+        self.speed = speeds[variant]
         if self.settings.variant is None:
             listed = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
-            self.reasons.append(f"{self.variant}: speed-ups expected from the costs on this machine: {listed}")
-        if gains[self.variant] < 1.05:
+            self.reasons.append(f"{variant}: speed-ups expected from the costs on this machine: {listed}")
+        if gains[variant] < 1.05:
             self.reasons.append(
                 "drafting costs about what it saves on this machine, so answers will hardly be faster here; they will "
                 "be on a GPU, where a forward pass over several tokens costs about as much as one over a single token"
             )
+        return variant
 
-    def choose_responses(self) -> None:
-        settings, measured = self.settings, self.measured
-        self.max_new_tokens = answer_length(settings, self.target.context)
-        self.temperature = settings.temperature or 0.0
-        if settings.temperature is None and measured.looping > Default.REPETITIVE:
-            self.temperature = Default.TEMPERATURE
+    def choose_temperature(self) -> float:
+        if self.measured.quantize is not None:
             self.reasons.append(
-                f"responses at temperature {self.temperature:g}, since {100 * measured.looping:.0f} % of the greedy "
-                "ones are repetitive"
-            )
-        if measured.quantize is not None:
-            self.reasons.append(
-                f"responses are written by the target quantized to {measured.quantize}, which is faster here; the "
+                f"responses are written by the target quantized to {self.measured.quantize}, which is faster here; the "
                 "drafter reads the hidden states of the target itself"
             )
+        if self.settings.temperature is not None or self.measured.repetitive <= Default.REPETITIVE:
+            return self.settings.temperature or 0.0
+        self.reasons.append(
+            f"responses at temperature {Default.TEMPERATURE:g}, since {100 * self.measured.repetitive:.0f} % of the "
+            "greedy ones are repetitive"
+        )
+        return Default.TEMPERATURE
 
-    def share_time(self) -> None:
-        """Reserve the time of all that does not grow with the number of responses and steps; the rest is `budget`."""
-        hours, start, rate = self.settings.hours, self.start_seconds, self.measured.answer_rate
-        self.bench_tokens = min(Default.BENCH_TOKENS, self.max_new_tokens)
-        prompt = Default.BENCH_RUNS * self.measured.plain_seconds * self.bench_tokens
-        self.bench_prompts = int(min(max(Default.BENCH_SHARE * 3600 * hours / prompt, 4), Default.BENCH_PROMPTS))
-        evaluation = 2 + 2 * Default.EVAL_PROMPTS * Default.EVAL_TOKENS / rate
+    def share_time(self) -> tuple[int, int]:
+        """Reserve the time of all that does not grow with the number of responses and steps; the rest is `budget`.
+
+        Returns:
+            Number of prompts of the benchmark, and the maximum tokens of a response.
+        """
+        hours, start = self.settings.hours, self.start_seconds
+        tokens = min(Default.BENCH_TOKENS, self.max_new_tokens)
+        prompt = Default.BENCH_RUNS * self.measured.plain_seconds * tokens
+        prompts = int(min(max(Default.BENCH_SHARE * 3600 * hours / prompt, 4), Default.BENCH_PROMPTS))
+        evaluation = 2 + 2 * Default.EVAL_PROMPTS * Default.EVAL_TOKENS / self.measured.answer_rate
         self.seconds = {
             "prompts": start,
             "data": start,
             "hidden-states": 0.0,
             "train": 1.5 * start + Default.EVALUATIONS * evaluation,
             "calibrate": start + Default.CALIBRATION,
-            "bench": start + self.bench_prompts * prompt,
+            "bench": start + prompts * prompt,
         }
         self.budget = Default.SAFETY * 3600 * hours - self.elapsed - sum(self.seconds.values())
+        return prompts, tokens
 
     def count_responses(self) -> None:
         self.written = self.prompt_seconds + self.answer_seconds
-        speed = self.speed
-        learn_seconds = Default.EPOCHS * self.document / Default.PACKED * speed.seconds[-1] / speed.tokens[-1]
-        self.document_seconds = self.written + self.read_seconds + learn_seconds
+        speed, read = self.speed, self.document / self.measured.read_rate
+        learned = Default.EPOCHS * self.document / Default.PACKED * speed.seconds[-1] / speed.tokens[-1]
+        self.document_seconds = self.written + read + learned
         answers = int(min(self.budget / self.document_seconds, Default.ANSWERING * self.budget / self.written))
         answers = self.settings.answers or max(answers, 0)
         self.held_out = Default.EVAL_PROMPTS
@@ -293,24 +251,23 @@ class Planner:
         self.answers = answers
         self.tokens = max(answers, 1.0) * self.document
 
-    def place_hidden_states(self) -> None:
-        target, machine = self.target, self.machine
-        self.read_layers = stored_target_layers(self.variant, reference(self.variant, target), target.layers)
-        self.state_bytes = int(2 * self.tokens * len(self.read_layers) * target.hidden_size)
+    def place_hidden_states(self, layers: tuple[int, ...]) -> None:
+        self.stored_layers = layers
+        self.state_bytes = int(2 * self.tokens * len(layers) * self.target.hidden_size)
         reading = self.tokens / self.measured.read_rate
         self.hidden_states: str | None = None
-        if self.state_bytes <= Default.MEMORY * machine.memory:
+        if self.state_bytes <= Default.MEMORY * self.machine.memory:
             self.hidden_states = "memory"
-        elif self.state_bytes <= Default.DISK * machine.disk:
+            self.seconds["train"] += reading
+        elif self.state_bytes <= Default.DISK * self.machine.disk:
             self.hidden_states, self.seconds["hidden-states"] = "disk", self.start_seconds + reading
         else:
+            reading = 0.0
             self.reasons.append(
                 f"hidden states would take {size(self.state_bytes)}, so they are computed in every step and not kept"
             )
-        self.reading = reading if self.hidden_states == "memory" else 0.0
-        self.training_budget = self.budget - (
-            self.answers * self.written + self.seconds["hidden-states"] + self.reading
-        )
+        fixed = reading + (self.start_seconds if self.hidden_states == "disk" else 0.0)
+        self.training_budget = self.budget - self.answers * self.written - fixed
 
     def size_steps(self) -> None:
         """Choose length and number of the sequences of a step, and the number of steps.
@@ -341,47 +298,48 @@ class Planner:
             )
         self.seconds["prompts"] += self.answers * self.prompt_seconds
         self.seconds["data"] += self.answers * self.answer_seconds
-        self.seconds["train"] += self.steps * self.step_seconds(rows) + self.reading
+        self.seconds["train"] += self.steps * self.step_seconds(rows)
 
     def step_seconds(self, rows: int) -> float:
         tokens = rows * self.length
         return self.speed.step(tokens) + (0.0 if self.hidden_states else tokens / self.measured.read_rate)
 
-    def make_recipe(self) -> Fields:
+    def make_recipe(self, variant: str, temperature: float) -> Fields:
         target, steps = self.target, self.steps
         is_long = steps * self.learned >= Default.LONG_TRAINING and target.best_block_size is None
-        recipe = reference(self.variant, target, Default.LONG_BLOCK if is_long else Default.SHORT_BLOCK)
-        self._explain(recipe, is_long)
-        blocks = self.rows * anchors(self.length, recipe["block_size"])
+        recipe = reference(variant, target, Default.LONG_BLOCK if is_long else Default.SHORT_BLOCK)
+        self.explain(recipe, is_long)
+        blocks = anchors(self.length, recipe["block_size"])
         # Bytes of a block's logits, their gradients and softmax.
-        self.logit_bytes = 16 * recipe["block_size"] * target.vocab_size
+        self.logit_bytes = 16 * recipe["block_size"] * recipe.get("draft_vocab", target.vocab_size)
         chunk = int(Default.LOGITS * self.machine.device_memory / self.logit_bytes)
         return recipe | {
             "length": self.length,
             "batch": self.rows,
-            "anchors": anchors(self.length, recipe["block_size"]),
+            "anchors": blocks,
             "steps": steps,
             "held_out": max(min(32, self.answers // 20), 1),
             "seed": self.settings.seed,
-            "chunk": max(min(blocks, chunk), 1),
+            "chunk": max(min(self.rows * blocks, chunk), 1),
             "eval_every": max(math.ceil(steps / Default.EVALUATIONS), 1),
             "eval_prompts": Default.EVAL_PROMPTS,
             "eval_tokens": min(Default.EVAL_TOKENS, self.max_new_tokens),
-            "eval_temperature": self.temperature,
+            "eval_temperature": temperature,
             "keep": Default.CHECKPOINTS,
         }
 
-    def _explain(self, recipe: Fields, is_long: bool) -> None:
+    def explain(self, recipe: Fields, is_long: bool) -> None:
+        """Add the reasons for the drafter's shape."""
         target = self.target
         if not is_long:
             self.reasons.append(f"blocks of {recipe['block_size']}: longer ones pay off after longer training only")
         if vocabulary := recipe.get("draft_vocab"):
             self.reasons.append(
                 f"the drafter proposes the {vocabulary} most frequent of {target.vocab_size} tokens, since the "
-                "target's head would cost more than the draft layers"
+                "target's whole head would slow down the draft layers"
             )
-        elif reduces(target, draft_layers(target)):
-            self.reasons.append("the target's head costs more than the draft layers; --variant dflash would avoid that")
+        elif reduces(target):
+            self.reasons.append("the target's head slows down the draft layers; --variant dflash would avoid that")
         if "layers" in recipe:
             layers = counted(recipe["layers"], "draft layer")
             self.reasons.append(f"{layers} for the target's {target.layers}: a quarter of them, at most 5")
@@ -395,12 +353,12 @@ class Planner:
             f"tokens: {self.steps * self.learned / self.tokens:.1f} passes over the responses"
         )
 
-    def check_needs(self, chunk: int) -> None:
+    def check_needs(self, recipe: Fields) -> None:
         """Compute the need of disk and memory, and raise a UsageError that names everything that does not suffice."""
         settings, machine, target, parameters = self.settings, self.machine, self.target, self.speed.parameters
         # A checkpoint holds weights and two moments in float32. One more than are kept exists while it is written.
         self.disk = 12 * parameters * (Default.CHECKPOINTS + 2) + 8 * int(self.answers * self.document)
-        self.memory = target.weight_bytes + 16 * parameters + self.logit_bytes * chunk
+        self.memory = target.weight_bytes + 16 * parameters + self.logit_bytes * recipe["chunk"]
         self.disk += self.state_bytes * (self.hidden_states == "disk")
         self.memory += self.state_bytes * (self.hidden_states == "memory")
         too_few_answers = self.answers < Default.FEWEST_ANSWERS and settings.answers is None
@@ -416,14 +374,14 @@ class Planner:
                 f"which teach a drafter nothing; --hours {math.ceil(100 * self.fewest_hours()) / 100:g} is about the "
                 "least."
             )
-        if self.disk > machine.disk:
-            complaints.messages.append(
-                f"The fit needs {size(self.disk)} of disk and {size(machine.disk)} are free; free some."
-            )
-        if machine.device == "cpu" and self.memory > machine.memory + target.weight_bytes:  # the target is loaded
-            complaints.messages.append(
-                f"The fit needs {size(self.memory)} of memory and {size(machine.memory)} are free; free some."
-            )
+        needs = [("disk", self.disk, machine.disk)]
+        if target.device == "cpu":
+            needs.append(("memory", self.memory, machine.memory + target.weight_bytes))  # the target is loaded
+        for what, need, room in needs:
+            if need > room:
+                complaints.messages.append(
+                    f"The fit needs {size(need)} of {what} and {size(room)} are free; free some."
+                )
         complaints.check()
 
     def fewest_hours(self) -> float:
@@ -431,33 +389,6 @@ class Planner:
         fewest = math.ceil(Default.FEWEST_STEPS * self.learned / (Default.MOST_EPOCHS * self.document))
         fewest = max(Default.FEWEST_ANSWERS, fewest)
         training = Default.FEWEST_STEPS * self.step_seconds(self.rows)
-        each = max(self.document_seconds, self.written / Default.ANSWERING)
+        per_response = max(self.document_seconds, self.written / Default.ANSWERING)
         fixed = 3600 * Default.SAFETY * self.settings.hours - self.budget
-        return (fixed + max(fewest * each, fewest * self.written + training)) / Default.SAFETY / 3600
-
-
-def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[str], hours: float) -> list[str]:
-    """Return the plan as lines of text."""
-    recipe, template = plan.recipe, "with" if target.chats else "without"
-    layers = counted(recipe.get("layers", 1), "layer")
-    own = "the target writes them itself; name some of your own with --data"
-    return [
-        f"target: {counted(target.layers, 'layer')}, hidden size {target.hidden_size}, {target.vocab_size} tokens, "
-        f"context of {target.context}, {template} chat template, {target.running}",
-        f"machine: {machine.device}, {machine.cpus} cores, {size(machine.memory)} of memory and {size(machine.disk)} "
-        "of disk free",
-        f"prompts: {', '.join(sources) or own}",
-        f"drafter: {plan.variant}, {layers}, target layers {','.join(map(str, recipe['target_layers']))}, "
-        f"blocks of {recipe['block_size']}",
-        f"hidden states: {KEPT_STATES[plan.hidden_states]}",
-        f"needs: about {size(plan.memory)} of memory, {size(plan.disk)} of disk",
-        *(f"why: {reason}" for reason in plan.reasons),
-        *(f"step {name}: about {duration(seconds)}" for name, seconds in plan.seconds.items()),
-        f"in all: about {duration(sum(plan.seconds.values()))} from here, of {hours:g} h",
-    ]
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+        return (fixed + max(fewest * per_response, fewest * self.written + training)) / Default.SAFETY / 3600

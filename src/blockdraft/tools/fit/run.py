@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from blockdraft.data.folder import check_free, check_writable, make_folder, read_manifest, write_file
 from blockdraft.data.records import check_sources
 from blockdraft.data.regenerate import prompts_of
-from blockdraft.data.settings import DataSettings, RecordSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import Complaints, UsageError
@@ -26,7 +27,8 @@ from blockdraft.targets import Target, check_target, load_target, without_tokeni
 from blockdraft.timing import telling
 from blockdraft.tools.fit import survey
 from blockdraft.tools.fit.card import engines, usage, write_card
-from blockdraft.tools.fit.plan import Default, Plan, Planner, answer_length, candidates, reference, show
+from blockdraft.tools.fit.facts import Plan, TargetFacts, show
+from blockdraft.tools.fit.plan import Default, Planner, answer_length, candidates, reference
 from blockdraft.tools.fit.prompts import read_prompts, write_prompts
 from blockdraft.tools.fit.settings import FitSettings, PromptSettings
 from blockdraft.tools.fit.steps import Where, done_steps, make_steps, run_steps
@@ -37,6 +39,7 @@ from blockdraft.types import DEFAULT_BACKEND
 FORMAT = 1
 PLAN = "plan.json"
 SAMPLE = 64  # number of prompts that the survey takes its answers from
+FEW, PROMPT_SECONDS = 4, 5.0  # number of prompts that a target writes which takes longer than this for them
 LEAST_CONTEXT = 2 * Default.EVAL_TOKENS
 
 
@@ -135,46 +138,42 @@ def _outcome(methods: dict[str, Any]) -> str:
 
 def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     """Survey target and machine, and plan. Everything that can be refused is refused here."""
-    settings, complaints = fit.settings, Complaints()
-    scratch = fit.where.folder / "survey"
+    settings, where, complaints = fit.settings, fit.where, Complaints()
+    scratch = where.folder / "survey"
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
     with complaints.noting():
-        _check_folders(fit.where)
+        for folder in (where.out, where.folder, run_folder(where.out)):
+            check_free(folder)
+        check_writable(where.out)
     with complaints.noting():
         check_sources(fit.sources, fit.records)
     with complaints.noting():
-        if fit.where.target is not None:
-            check_target(fit.where.target, fit.where.revision)
+        if where.target is not None:
+            check_target(where.target, where.revision)
     complaints.check()  # before anything slow
-    with complaints.noting():
-        with telling(note, "Loading the target"):
-            # With torch's default number of threads, as in the commands that follow.
-            where = fit.where
-            load = partial(
-                load_target,
-                where.target or "bundled",
-                where.dtype,
-                where.device,
-                where.backend or DEFAULT_BACKEND,
-                adapter=where.adapter,
-                revision=where.revision,
-            )
-            target = load()
-        start, facts = survey.age(), survey.target_facts(target)
-        variants = [settings.variant] if settings.variant else _that_fit(candidates(facts), target)
-        _check_target(target, variants, complaints)
-        with telling(note, "Reading the prompts" if fit.sources else "Writing some prompts with the target"):
-            prompts, available = _sample(fit, target)
+    with telling(note, "Loading the target"):
+        # With torch's default number of threads, as in the commands that follow.
+        model, backend = where.target or "bundled", where.backend or DEFAULT_BACKEND
+        load = partial(load_target, model, where.dtype, where.device, backend)
+        load = partial(load, adapter=where.adapter, revision=where.revision)
+        target = load()
+    start, facts = survey.age(), survey.target_facts(target)
+    variants = _check_target(target, facts, settings.variant, complaints)
+    with (
+        complaints.noting(),
+        telling(note, "Reading the prompts" if fit.sources else "Writing some prompts with the target"),
+    ):
+        prompts, available = _sample(fit, target)
     complaints.check()
-    machine = survey.machine(target, fit.where.out)
+    machine = survey.machine(target, where.out)
     tokens = answer_length(settings, target.max_context)
+    quantized = partial(load, quantize=survey.WRITER_QUANTIZE) if survey.may_be_quantized(target) else None
     try:
-        rounded = partial(load, quantize=survey.ROUNDED) if survey.may_be_rounded(target) else None
-        measured = survey.measure(target, prompts, settings.hours, tokens, variants, scratch, note, rounded)
+        measured = survey.measure(target, facts, prompts, settings.hours, tokens, variants, scratch, note, quantized)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with contextlib.suppress(OSError):  # absent
-            fit.where.folder.rmdir()
+            where.folder.rmdir()
     del target
     gc.collect()
     if torch.cuda.is_available():
@@ -190,8 +189,12 @@ def _sample(fit: Fit, target: Target) -> tuple[list[Any], int | None]:
         settings = PromptSettings(count=pool, held_out=1, seed=fit.settings.seed)
         prompts = read_prompts(fit.sources, replace(fit.records, limit=pool), target, settings)
     else:
-        with Engine(target, load_drafter("none", target=target), DataSettings.batch_size) as engine:
-            prompts = write_prompts(engine, PromptSettings(count=SAMPLE, held_out=0, seed=fit.settings.seed))
+        start = time.monotonic()
+        for count, batch_size in ((FEW, 2 * FEW), (SAMPLE, SAMPLE)):
+            with Engine(target, load_drafter("none", target=target), batch_size) as engine:
+                prompts = write_prompts(engine, PromptSettings(count=count, held_out=0, seed=fit.settings.seed))
+            if time.monotonic() - start > PROMPT_SECONDS:
+                break
     sample = [
         record["prompt"] if "prompt" in record else prompts_of(record["messages"])[0]
         for record in prompts.records[:SAMPLE]
@@ -199,38 +202,27 @@ def _sample(fit: Fit, target: Target) -> tuple[list[Any], int | None]:
     return sample, prompts.available
 
 
-def _check_target(target: Target, variants: list[str], complaints: Complaints) -> None:
+def _check_target(target: Target, facts: TargetFacts, asked: str | None, complaints: Complaints) -> list[str]:
+    """Return the kinds of drafters to compare, which fit the target. Faults are added to the complaints.
+
+    Args:
+        asked: The only kind to make; None compares several.
+    """
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, and `fit` needs one; put tokenizer.json into its folder.")
     if target.max_context < LEAST_CONTEXT:
         complaints.messages.append(
             f"The target's context is {target.max_context} tokens; `fit` needs {LEAST_CONTEXT} or more."
         )
-    for name in variants:
-        with complaints.noting():
-            _config(name, target)
-
-
-def _that_fit(names: list[str], target: Target) -> list[str]:
-    """Return the kinds of drafters that fit a target, or all if none does, which `_check_target` reports."""
-    fitting = []
-    for name in names:
-        with contextlib.suppress(UsageError):
-            _config(name, target)
+    fitting, faults = list[str](), Complaints()
+    for name in [asked] if asked else candidates(facts):
+        with faults.noting():
+            variant = find_variant(name)
+            variant(variant.recipe_class(**reference(name, facts))).config(target)
             fitting.append(name)
-    return fitting or names
-
-
-def _config(name: str, target: Target) -> Any:
-    """Return the configuration of a drafter of this kind, or raise a UsageError if it does not fit the target."""
-    variant = find_variant(name)
-    return variant(variant.recipe_class(**reference(name, survey.target_facts(target)))).config(target)
-
-
-def _check_folders(where: Where) -> None:
-    for folder in (where.out, where.folder, run_folder(where.out)):
-        check_free(folder)
-    check_writable(where.out)
+    if not fitting:
+        complaints.messages += faults.messages
+    return fitting
 
 
 def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from blockdraft.data.folder import write_file
 from blockdraft.errors import BlockdraftError
 from blockdraft.machine import die_with_parent
 from blockdraft.settings import as_text
-from blockdraft.tools.fit.plan import Plan, duration
+from blockdraft.tools.fit.facts import Plan, duration
 from blockdraft.tools.fit.prompts import HELD_OUT, PROMPTS
 from blockdraft.training.progress import FINISH, run_folder
 from blockdraft.types import Backend
@@ -39,50 +39,18 @@ class Step:
     Attributes:
         arguments: Arguments of `blockdraft`, beginning with the command's name.
         seconds: Expected duration.
-        counted: File to which the command adds a line per part of its work, and the number of parts.
         finish: File that requests an early but complete end of the command.
     """
 
     name: str
     arguments: tuple[str, ...]
     seconds: float
-    counted: tuple[Path, int] | None = None
     finish: Path | None = None
 
     @property
     def line(self) -> str:
         """The command as it is typed."""
         return shlex.join(["blockdraft", *self.arguments])
-
-    def parts(self) -> int:
-        """Return the number of parts that are done."""
-        if self.counted is None or not self.counted[0].exists():
-            return 0
-        with self.counted[0].open("rb") as file:
-            return sum(1 for _ in file)
-
-
-class Pace:
-    """Remaining time of a running step: by the parts of its work that are done, else by the plan.
-
-    Args:
-        step: The step, which starts now. Parts that are done by now come from an earlier start.
-    """
-
-    def __init__(self, step: Step) -> None:
-        self._step, self._first = step, (0.0, step.parts())
-
-    def left(self, seconds: float) -> float:
-        """Return the expected remaining seconds, `seconds` after the start."""
-        step, done, (first_seconds, first_done) = self._step, self._step.parts(), self._first
-        if not first_seconds and done > first_done:  # what precedes the first parts is not repeated
-            self._first = seconds, done
-        if step.counted is None or not done:
-            return max(step.seconds - seconds, 0.0)
-        remaining = step.counted[1] - done
-        if first_seconds and done > first_done:
-            return (seconds - first_seconds) / (done - first_done) * remaining
-        return step.seconds / step.counted[1] * remaining
 
 
 @dataclass(frozen=True)
@@ -145,10 +113,8 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
         + ["--max-new-tokens", str(plan.bench_tokens), *sampling, "--methods", "none,chain,chain:auto"]
         + ["--out", str(folder / "bench"), "--overwrite"],
     }
-    steps = [Step(name, (name.replace("_", "-"), *commands[name]), seconds) for name, seconds in plan.seconds.items()]
-    run = run_folder(where.out)
-    counted = run / "log.jsonl", int(plan.recipe["steps"])
-    return [replace(step, counted=counted, finish=run / FINISH) if step.name == "train" else step for step in steps]
+    finish = {"train": run_folder(where.out) / FINISH}
+    return [Step(name, (name, *commands[name]), seconds, finish.get(name)) for name, seconds in plan.seconds.items()]
 
 
 def done_steps(folder: Path) -> dict[str, float]:
@@ -195,20 +161,19 @@ def _watcher(step: Step, title: str, later: float, longest: float, note: Callabl
         later: Expected seconds of the steps after it.
         longest: Seconds that it may take.
     """
-    start, pace = time.monotonic(), Pace(step)
-    after = f"; about {duration(later)} for the steps after it" if later else ""
+    start = time.monotonic()
 
     def watch() -> None:
         seconds = time.monotonic() - start
-        left = pace.left(seconds)
         if step.finish is not None and ENDING * seconds > longest and _request(step.finish):
             note(f"{title}: the time is up, so it ends early, within a tenth of the work that is done.")
         if sys.stderr.isatty():  # the command draws a bar
             return
+        after = f"; about {duration(later)} for the steps after it" if later else ""
         if step.finish is not None and step.finish.exists():
             note(f"{title} ends soon{after}")
-        elif left:
-            note(f"{title}; in all about {duration(left + later)} left")
+        elif seconds < step.seconds:
+            note(f"{title}; in all about {duration(step.seconds - seconds + later)} left")
         else:
             note(f"{title} takes longer than planned{after}")
 
@@ -223,7 +188,7 @@ def _request(finish: Path) -> bool:
     return is_new
 
 
-def _run(arguments: Sequence[str], watch: Callable[[], None] | None) -> int:
+def _run(arguments: Sequence[str], watch: Callable[[], None]) -> int:
     # The process dies with this one, so two runs never write to the same folders.
     process = subprocess.Popen([sys.executable, "-m", "blockdraft", *arguments], preexec_fn=die_with_parent)
     is_main = threading.current_thread() is threading.main_thread()
@@ -233,8 +198,7 @@ def _run(arguments: Sequence[str], watch: Callable[[], None] | None) -> int:
             try:
                 return process.wait(NOTE_SECONDS)
             except subprocess.TimeoutExpired:
-                if watch is not None:
-                    watch()
+                watch()
     except KeyboardInterrupt:  # the process got the signal too, and saves its work
         process.wait()
         raise

@@ -1,7 +1,7 @@
 """Survey for a fit: properties of target and machine, and speeds of responses, hidden states, training and drafting.
 
-Speeds are medians of a few short runs of the code that the fit runs. Each phase has a share of the survey's time. It
-measures once in any case, and again while its time lasts.
+Speeds are medians of a few short runs of the code that the fit runs. Each phase of the survey has a share of its time.
+It measures once in any case, and again while its time lasts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from blockdraft.engine import Engine, loops
 from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
-from blockdraft.formats import read_drafter
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
@@ -43,54 +42,50 @@ from blockdraft.training.trainer import Trainer
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Quantize, SamplingParams
 
-SHARE, MOST_SECONDS = 0.1, 300.0  # of the hours, and at most, that the survey takes
-ANSWERS, STEPS, DECODING = 0.5, 0.35, 0.15  # shares of the survey
+SHARE, MOST_SECONDS = 0.1, 240.0  # of the hours, and at most, that the survey takes
+ANSWERS, STATES, STEPS = 0.35, 0.5, 0.8  # shares of the survey after which responses, hidden states, steps are measured
 BATCHES = (8, 16, 32, 64)  # batch sizes to try
 TRIED_TOKENS = 16  # of each response while batch sizes are tried
 ANSWER_TOKENS = 384  # maximum length of a measured response
 SAMPLED = 32  # responses that tell how long responses are
-ROUNDED: Quantize = "int8"  # how the target is quantized that may write the responses
+WRITER_QUANTIZE: Quantize = "int8"  # how the target is quantized that may write the responses
 FASTER = 1.2  # speed-up from which on the quantized target writes the responses
 RUNS = 3  # maximum number of runs of which the median counts
 ROWS = (1, 4)  # sizes of training steps, in sequences
+SHORT = 128  # maximum tokens of a prompt, and of a response, that slow targets are trained on
 BLOCKS = (2, 4, 8)
-PROBED = 15  # decoding steps of a run
+PROBED = 9  # decoding steps of a run, of which the first two do not count
 LONG = 0.98  # share of the documents that are no longer than a long one
 CONTEXT = 64  # tokens before the decoding steps that are timed
 
 
-class Repeats:
-    """Repetitions of a measurement: one in any case, and up to `RUNS` while the time lasts."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(RUNS):
-            start = time.monotonic()
-            yield number
-            now = time.monotonic()
-            if now + (now - start) > self._end:
-                return
+def repeats(end: float) -> Iterator[int]:
+    """Count repetitions of a measurement: one in any case, and up to `RUNS` that end before the time `end`."""
+    for number in range(RUNS):
+        start = time.monotonic()
+        yield number
+        now = time.monotonic()
+        if now + (now - start) > end:
+            return
 
 
 @dataclass(frozen=True)
-class Answers:
+class SampledResponses:
     """Responses to some prompts.
 
     Attributes:
-        prompts, answers: Token ids. Responses are cut where they become repetitive.
+        prompts, responses: Token ids. Responses are cut where they become repetitive.
         lengths: Lengths of the responses as the fit would write them; those that were cut here may go on.
-        looping: Share of the responses that are repetitive.
+        repetitive: Share of the responses that are repetitive.
         batch_size: Fastest batch size.
         rate: Tokens/s of responses, without repetitions.
         quantize: How the target that wrote them is quantized; None is not at all.
     """
 
     prompts: list[list[int]]
-    answers: list[list[int]]
+    responses: list[list[int]]
     lengths: list[int]
-    looping: float
+    repetitive: float
     batch_size: int
     rate: float
     quantize: Quantize | None
@@ -103,8 +98,9 @@ def target_facts(target: Target) -> TargetFacts:
         vocab_size=target.vocab_size,
         context=target.max_context,
         chats=target.tokenizer is not None and target.tokenizer.chat_template is not None,
-        weight_bytes=sum(weight.numel() * weight.element_size() for _, weight in target.named_weights()),
+        weight_bytes=target.weight_bytes(),
         running=target.running,
+        device=target.device.type,
         best_block_size=target.best_block_size,
         inner_size=int(target.shape.get("intermediate_size") or 0),
     )
@@ -113,7 +109,6 @@ def target_facts(target: Target) -> TargetFacts:
 def machine(target: Target, out: Path) -> Machine:
     disk = next(parent for parent in [out.absolute(), *out.absolute().parents] if parent.exists())
     return Machine(
-        device=target.device.type,
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=free_bytes(torch.device("cpu")),
         device_memory=free_bytes(target.device),
@@ -121,7 +116,7 @@ def machine(target: Target, out: Path) -> Machine:
     )
 
 
-def may_be_rounded(target: Target) -> bool:
+def may_be_quantized(target: Target) -> bool:
     """Return whether quantization may make this target faster: it is compiled for a CPU, in 16 bits or more."""
     is_compiled = target.device.type == "cpu" and getattr(target, "compiled", None) is not None
     return is_compiled and not getattr(target, "bits", None)
@@ -134,13 +129,14 @@ def age() -> float:
 
 def measure(
     target: Target,
+    facts: TargetFacts,
     prompts: Sequence[Any],
     hours: float,
     max_new_tokens: int,
     variants: Sequence[str],
     folder: Path,
     note: Callable[[str], None],
-    rounded: Callable[[], Target] | None = None,
+    load_quantized: Callable[[], Target] | None = None,
 ) -> Measured:
     """Measure how fast the target answers these prompts here, and how fast drafters for it train and draft.
 
@@ -151,116 +147,115 @@ def measure(
         max_new_tokens: Maximum length of a response of the fit.
         variants: Kinds of drafters to compare.
         folder: Folder for temporary data and drafters, which the caller deletes.
-        rounded: Loads the target quantized by `ROUNDED`, which may write the responses; None does not try that.
+        load_quantized: Loads the target quantized by `WRITER_QUANTIZE`, which may write the responses; None does not
+            try that.
     """
-    seconds, start = min(SHARE * 3600 * hours, MOST_SECONDS), time.monotonic()
+    start, seconds = time.monotonic(), min(SHARE * 3600 * hours, MOST_SECONDS)
     with telling(note, "Answering some prompts"):
-        answers = _answers(target, prompts, ANSWERS * seconds, max_new_tokens, rounded)
-    mean = statistics.mean(answers.lengths)
-    writer = "" if answers.quantize is None else f", by the target in {answers.quantize}"
-    note(f"responses: {answers.rate:.0f} tokens/s, {answers.batch_size} at a time, {mean:.0f} tokens each{writer}")
-    data = _documents(folder / "data", target, answers)
-    shapes = {name: reference(name, target_facts(target)) for name in variants}
+        sample = _responses(target, prompts, ANSWERS * seconds, max_new_tokens, load_quantized)
+    mean = statistics.mean(sample.lengths)
+    writer = "" if sample.quantize is None else f", by the target in {sample.quantize}"
+    note(f"responses: {sample.rate:.0f} tokens/s, {sample.batch_size} at a time, {mean:.0f} tokens each{writer}")
+    data = _documents(folder / "data", target, sample, (STATES - ANSWERS) * seconds)
+    shapes = {name: reference(name, facts) for name in variants}
     with telling(note, "Computing the target's hidden states of these responses, once for all drafters"):
-        layers = {
-            layer for name, shape in shapes.items() for layer in stored_target_layers(name, shape, target.num_layers)
-        }
+        layers = {i for name, shape in shapes.items() for i in stored_target_layers(name, shape, target.num_layers)}
         read_rate = _read_rate(target, data, tuple(sorted(layers)), folder / "hidden_states")
     note(f"hidden states: {read_rate:.0f} tokens/s")
     length = min(target.max_context, max(data.lengths) + 64)
-    steps, drafters = dict[str, dict[int, float]](), dict[str, Drafter]()
+    steps, drafters, parameters = dict[str, dict[int, float]](), dict[str, Drafter](), dict[str, int]()
     for name, shape in shapes.items():
-        if steps and time.monotonic() - start > (ANSWERS + STEPS) * seconds:
+        left = start + STEPS * seconds - time.monotonic()
+        if steps and left < max(sum(times.values()) for times in steps.values()):
             note(f"{name} is left out, since the time for measuring is up; --variant {name} would take it")
             continue
         with telling(note, f"Timing training steps of {name}"):
             trainer = _trainer(name, shape, length, target, data, folder / "hidden_states", folder / name)
-            steps[name] = _step_seconds(trainer, STEPS * seconds / len(shapes))
+            steps[name] = _step_seconds(trainer, time.monotonic() + left / (len(shapes) - len(steps)))
+            parameters[name] = sum(weight.numel() for weight in trainer.module.parameters())
             trainer.write(folder / name / "drafter")
             drafters[name] = load_drafter(folder / name / "drafter", target=target)
             del trainer
         times = ", ".join(f"{took:.2f} s of {rows * length} tokens" for rows, took in steps[name].items())
         note(f"{name}: training steps take {times}")
     with telling(note, "Timing decoding steps"):
-        step_costs, plain_seconds = _step_costs(target, drafters, DECODING * seconds)
-    speeds = {}
+        step_costs, plain_seconds = _step_costs(target, drafters, start + seconds)
     for name, costs in step_costs.items():
         listed = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
         note(f"{name}: drafted steps take, over a plain one, {listed}")
-        vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
-        weights = read_drafter(folder / name / "drafter", vocabulary, target.num_layers).tensors
-        speeds[name] = Speeds(
-            tokens=tuple(rows * length for rows in steps[name]),
-            seconds=tuple(steps[name].values()),
-            step_costs=costs,
-            parameters=sum(weight.numel() for weight in weights.values()),
-        )
-    documents = sorted(len(prompt) + more for prompt, more in zip(answers.prompts, answers.lengths, strict=True))
+    documents = sorted(len(prompt) + more for prompt, more in zip(sample.prompts, sample.lengths, strict=True))
     return Measured(
-        prompt_tokens=statistics.mean(map(len, answers.prompts)),
+        prompt_tokens=statistics.mean(map(len, sample.prompts)),
         long_document=documents[int(LONG * len(documents))],
         answer_tokens=mean,
-        looping=answers.looping,
-        answer_rate=answers.rate,
+        repetitive=sample.repetitive,
+        answer_rate=sample.rate,
         plain_seconds=plain_seconds,
         read_rate=read_rate,
-        speeds=speeds,
-        batch_size=answers.batch_size,
-        quantize=answers.quantize,
+        speeds={
+            name: Speeds(
+                tokens=tuple(rows * length for rows in times),
+                seconds=tuple(times.values()),
+                step_costs=step_costs[name],
+                parameters=parameters[name],
+            )
+            for name, times in steps.items()
+        },
+        batch_size=sample.batch_size,
+        quantize=sample.quantize,
     )
 
 
-def _answers(
+def _responses(
     target: Target,
     prompts: Sequence[Any],
     seconds: float,
     max_new_tokens: int,
-    rounded: Callable[[], Target] | None = None,
-) -> Answers:
+    load_quantized: Callable[[], Target] | None = None,
+) -> SampledResponses:
     """Find the fastest batch size and precision, and write at least one batch of responses with them."""
     start = time.monotonic()
     ids = [encode(prompt, target) for prompt in prompts]
     ids = [prompt for prompt in ids if len(prompt) + TRIED_TOKENS < target.max_context]
-    with Engine(target, load_drafter("none", target=target), max_batch_size=1) as engine:
-        engine.generate(ids[:1], SamplingParams(max_new_tokens=4))  # compiles and allocates
-    rates = dict[int, float]()
+    _respond(target, ids, 1, 1, 4)  # compiles and allocates
+    rates, tried = dict[int, float](), dict[int, list[tuple[list[int], list[int], bool]]]()
     for size in BATCHES:
-        _, rates[size] = _answer(target, ids, size, size, TRIED_TOKENS)
+        tried[size], rates[size] = _respond(target, ids, size, size, TRIED_TOKENS)
         # Stop where larger batches are no longer faster, or where there is no time to try.
-        if rates[size] < 1.05 * max([0.0, *(rate for other, rate in rates.items() if other != size)]):
-            break
-        if size >= len(ids) or time.monotonic() - start > seconds / 3:
+        is_slower = rates[size] < 1.05 * max([0.0, *(rate for other, rate in rates.items() if other != size)])
+        if is_slower or time.monotonic() - start > seconds / 3:
             break
     batch_size = max(rates, key=lambda size: rates[size])
-    fastest = rates[batch_size]
+    written, rate = tried[batch_size], rates[batch_size]
     quantize: Quantize | None = None
-    if rounded is not None and time.monotonic() - start < seconds / 2:
+    if load_quantized is not None and time.monotonic() - start < seconds / 2:
         with contextlib.suppress(UsageError):  # it cannot be quantized
-            other = rounded()
-            _, rate = _answer(other, ids, batch_size, batch_size, TRIED_TOKENS)
-            if rate > FASTER * fastest:
-                target, fastest, quantize = other, rate, ROUNDED
+            other = load_quantized()
+            faster, faster_rate = _respond(other, ids, batch_size, batch_size, TRIED_TOKENS)
+            if faster_rate > FASTER * rate:
+                target, written, rate, quantize = other, faster, faster_rate, WRITER_QUANTIZE
     left = max(seconds - (time.monotonic() - start), 0.0)
-    count = min(max(SAMPLED, batch_size), len(ids))
-    tokens = max(TRIED_TOKENS, min(int(left * fastest / count), ANSWER_TOKENS, max_new_tokens))
-    written, rate = _answer(target, ids, batch_size, count, tokens)
-    useful, looped = zip(*(before_loop(answer) for _, answer, _ in written), strict=True)
+    count = max(min(SAMPLED, len(ids)), batch_size)
+    tokens = min(int(left * rate / count), ANSWER_TOKENS, max_new_tokens)
+    if tokens > TRIED_TOKENS:
+        written, rate = _respond(target, ids, batch_size, count, tokens)
+    useful, looped = zip(*(before_loop(response) for _, response, _ in written), strict=True)
     # A repetitive response ends where the repetition is noticed. One that was cut here may be as long as allowed.
-    full = [max_new_tokens if cut else len(answer) for _, answer, cut in written]
-    lengths = [len(answer) if loop else n for answer, loop, n in zip(useful, looped, full, strict=True)]
-    spent = [_noticed(answer) if loop else n for (_, answer, _), loop, n in zip(written, looped, full, strict=True)]
-    return Answers(
+    full = [max_new_tokens if cut else len(response) for _, response, cut in written]
+    lengths = [len(response) if loop else n for response, loop, n in zip(useful, looped, full, strict=True)]
+    spent = [_noticed(response) if loop else n for (_, response, _), loop, n in zip(written, looped, full, strict=True)]
+    return SampledResponses(
         prompts=[prompt for prompt, _, _ in written],
-        answers=[answer or whole for answer, (_, whole, _) in zip(useful, written, strict=True)],
+        responses=[response or whole for response, (_, whole, _) in zip(useful, written, strict=True)],
         lengths=lengths,
-        looping=statistics.mean(looped),
+        repetitive=statistics.mean(looped),
         batch_size=batch_size,
         rate=rate * max(sum(lengths), 1) / sum(spent),
         quantize=quantize,
     )
 
 
-def _answer(
+def _respond(
     target: Target, ids: Sequence[list[int]], batch_size: int, count: int, tokens: int
 ) -> tuple[list[tuple[list[int], list[int], bool]], float]:
     """Write `count` responses.
@@ -275,22 +270,33 @@ def _answer(
         completions = [completion.checked() for completion in engine.generate(prompts, params)]
         rate = sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - start)
     written = [(completion.token_ids, completion.finish_reason == "length") for completion in completions]
-    return [(prompt, answer, cut) for prompt, (answer, cut) in zip(prompts, written, strict=True)], rate
+    return [(prompt, response, cut) for prompt, (response, cut) in zip(prompts, written, strict=True)], rate
 
 
-def _noticed(answer: list[int]) -> int:
+def _noticed(response: list[int]) -> int:
     """Return the number of tokens after which `EngineResponder` notices that a response is repetitive."""
-    places = range(CHECKED_TOKENS, len(answer), CHECKED_TOKENS)
-    return next((place for place in places if loops(answer[:place])), len(answer))
+    places = range(CHECKED_TOKENS, len(response), CHECKED_TOKENS)
+    return next((place for place in places if loops(response[:place])), len(response))
 
 
-def _documents(folder: Path, target: Target, answers: Answers) -> TokenData:
+def _documents(folder: Path, target: Target, sample: SampledResponses, seconds: float) -> TokenData:
+    """Write the responses as training data.
+
+    If the target is too slow to read all of them in this time, documents are shortened and only as many taken as a
+    training step needs.
+    """
     assert target.tokenizer is not None
+    pairs = list(zip(sample.prompts, sample.responses, strict=True))
+    most = max(int(seconds * sample.rate), 2 * SHORT * (ROWS[-1] + 1))
+    if sum(len(prompt) + len(response) for prompt, response in pairs) > most:
+        pairs = [(prompt[-SHORT:], response[:SHORT]) for prompt, response in pairs]
     writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
     writer.begin()
-    for record, (prompt, answer) in enumerate(zip(answers.prompts, answers.answers, strict=True)):
-        supervised = torch.arange(len(prompt) + len(answer)) >= len(prompt)
-        writer.add(record, [Document(torch.tensor(prompt + answer), supervised)])
+    for record, (prompt, response) in enumerate(pairs):
+        if most > 0:
+            supervised = torch.arange(len(prompt) + len(response)) >= len(prompt)
+            writer.add(record, [Document(torch.tensor(prompt + response), supervised)])
+        most -= len(prompt) + len(response)
     writer.finish()
     return read_data(folder)
 
@@ -316,21 +322,19 @@ def _trainer(
     return Trainer(TrainingJob(variant, target, data, folder / "run", recipe, accelerator))
 
 
-def _step_seconds(trainer: Trainer, seconds: float) -> dict[int, float]:
+def _step_seconds(trainer: Trainer, end: float) -> dict[int, float]:
     """Return the seconds of a training step by its number of sequences."""
-    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     first = trainer.timed_step(ROWS[0])  # compiles and allocates
-    if first > seconds:  # no time for more; a step takes at most in proportion to its sequences
+    if time.monotonic() > end:  # no time for more; a step takes at most in proportion to its sequences
         return {rows: first * rows / ROWS[0] for rows in ROWS}
-    for _ in Repeats(seconds):
+    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for _ in repeats(end):
         for rows, measured in times.items():
             measured.append(trainer.timed_step(rows))
     return {rows: statistics.median(measured) for rows, measured in times.items()}
 
 
-def _step_costs(
-    target: Target, drafters: dict[str, Drafter], seconds: float
-) -> tuple[dict[str, dict[int, float]], float]:
+def _step_costs(target: Target, drafters: dict[str, Drafter], end: float) -> tuple[dict[str, dict[int, float]], float]:
     """Time decoding steps, interleaved, so that other load of the machine affects all drafters alike.
 
     Returns:
@@ -339,12 +343,11 @@ def _step_costs(
     probes = {name: Probe(target, drafter) for name, drafter in drafters.items()}
     ratios: dict[str, dict[int, list[float]]] = {name: {size: [] for size in BLOCKS} for name in probes}
     plain: list[float] = []
-    for _ in Repeats(seconds):
-        now = _decoding_seconds(next(iter(probes.values())), 0)
-        plain.append(now)
+    for _ in repeats(end):
+        plain.append(_decoding_seconds(next(iter(probes.values())), 0))
         for name, sizes in ratios.items():
             for size, measured in sizes.items():
-                measured.append(_decoding_seconds(probes[name], size - 1) / now)
+                measured.append(_decoding_seconds(probes[name], size - 1) / plain[-1])
     medians = {
         name: {size: statistics.median(measured) for size, measured in sizes.items()} for name, sizes in ratios.items()
     }

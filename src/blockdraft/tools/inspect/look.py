@@ -64,7 +64,7 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
         raise UsageError(f"{place} holds no checkpoint: there is no config.json and no {ADAPTER}{_instead(place)}.")
     raw = read_config(place)
     if (layout := layout_of(raw)) is not None:
-        name = next(name for name, one in layouts().items() if one is layout)
+        name = next(name for name, known in layouts().items() if known is layout)
         return layout_report(place, name, layout, raw, given)
     if _denoises(raw):
         return _denoiser(place, raw, given)

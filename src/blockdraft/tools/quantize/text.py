@@ -78,8 +78,8 @@ def own_text(
     """
     wanted = settings.tokens + settings.held_out
     count = max(engine.max_batch_size, wanted // OWN_TOKENS)
-    found = write_prompts(engine, PromptSettings(count=count, held_out=0, seed=settings.seed), progress)
-    prompts = [encode(record["prompt"], engine.target) for record in found.records]
+    written = write_prompts(engine, PromptSettings(count=count, held_out=0, seed=settings.seed), progress)
+    prompts = [encode(record["prompt"], engine.target) for record in written.records]
     ids: list[int] = []
     for begin in range(0, len(prompts), engine.max_batch_size):
         some = prompts[begin : begin + engine.max_batch_size]
