@@ -22,7 +22,6 @@ from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest,
 from blockdraft.serving.schemas import (
     GenerationSchema,
     Listed,
-    Penalty,
     Schema,
     Stop,
     Stops,
@@ -165,8 +164,8 @@ class Options(Schema):
     seed: int | None = None
     stop: Stop | Stops | None = None
     repeat_penalty: float | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 class OllamaSchema(Schema):
