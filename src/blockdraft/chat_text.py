@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Digits survive all that templates do to texts, and no client knows them.
 SHIELD = "".join(str(secrets.randbelow(10)) for _ in range(24))
+_specials: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
 
 
 def encode_chat(
@@ -147,8 +148,12 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the texts of all special tokens, longest first. One of a single character could not be broken."""
-    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text)))
+    size, specials = _specials.get(tokenizer, (0, ()))
+    if size != len(tokenizer):  # reading thousands of added tokens takes milliseconds
+        texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        specials = tuple(sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text)))
+        _specials[tokenizer] = len(tokenizer), specials
+    return specials
 
 
 @lru_cache(maxsize=16)

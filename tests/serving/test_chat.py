@@ -305,6 +305,18 @@ def test_unlisted_properties_are_not_written(client: Any) -> None:
     assert closed == default and set(json.loads(default[0]["message"]["content"])) == {"sky", "clouds"}
 
 
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_schemas_as_clients_of_llama_cpp_send_them(client: Any, kind: str) -> None:
+    usual, other = (
+        client.chat(response_format=form, max_tokens=150)["choices"]
+        for form in (
+            {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}},
+            {"type": kind, "schema": SCHEMA},
+        )
+    )
+    assert other == usual
+
+
 def test_json_object_format(client: Any) -> None:
     text = client.chat(response_format={"type": "json_object"}, max_tokens=20)["choices"][0]["message"]["content"]
     assert text.lstrip().startswith("{")

@@ -57,6 +57,7 @@ class JsonSchema(Schema):
 class ResponseFormat(Schema):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None  # where llama.cpp's clients put it
 
 
 class FunctionCall(Schema):
@@ -189,7 +190,9 @@ class ChatRequest(GenerationSchema):
             )
         grammar = None
         if (form := self.response_format) is not None:
-            grammar = format_grammar("response_format", form.type, form.json_schema and form.json_schema.schema_)
+            schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
+            kind = "json_schema" if form.type == "json_object" and schema is not None else form.type
+            grammar = format_grammar("response_format", kind, schema)
         choice = self.tool_choice or "auto"
         return GenerationRequest(
             prompt=Chat(
