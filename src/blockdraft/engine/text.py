@@ -14,8 +14,7 @@ from numbers import Integral
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import TemplateError
-
+from blockdraft.chat_text import encode_chat
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import Message, Prompt, SamplingParams
@@ -60,11 +59,7 @@ def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
             raise UsageError(f"The chat holds {_short(message)}; each message is a dict of role and content.")
     if tokenizer.chat_template is None:
         raise UsageError("The target's tokenizer has no chat template; give the prompt as text or token ids.")
-    try:
-        encoded = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise UsageError(f"The target's chat template refuses the chat: {error}; change its messages.") from error
-    return list(cast("dict[str, Any]", encoded)["input_ids"])
+    return encode_chat(tokenizer, chat)
 
 
 def _short(value: object) -> str:
