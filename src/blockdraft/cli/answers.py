@@ -17,7 +17,7 @@ from blockdraft.cli.display import new_table
 from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Engine, Stats
 from blockdraft.engine.adaptive import costs as stored_costs
-from blockdraft.engine.text import AnswerText
+from blockdraft.engine.text import AnswerText, encode
 from blockdraft.errors import counted
 from blockdraft.types import SamplingParams
 
@@ -31,8 +31,10 @@ SLOWER, SLOWER_THAN_STORED = 0.95, 0.85
 
 def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> Stats:
     """Print an answer as it comes, with accepted draft tokens in colour, and its statistics. Return these."""
-    chunks = engine.stream(prompt, params)  # raises for a bad request before anything is printed
-    end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
+    ids = encode(prompt, engine.target)
+    chunks = engine.stream(ids, params)  # raises for a bad request before anything is printed
+    text = AnswerText(engine.target.tokenizer, params.stop, prompt=ids)
+    end, summary = show_chunks(console, chunks, text)
     stats = end.checked().stats
     summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")
     if note := drafter_note(engine):

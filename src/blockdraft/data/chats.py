@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-# Stand for the marks in a rendered chat. Messages cannot guess them.
+# Stand for the marks in a rendered chat. Messages do not know them.
 BEGIN, END = ("".join(str(secrets.randbelow(10)) for _ in range(24)) for _ in range(2))
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
 RESERVED = {"tokenizer", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}

@@ -97,6 +97,7 @@ class LoadOptions:
     Attributes:
         best_threads: Measure which number of threads is fastest, and use it.
         exact: A node's logits and hidden states must not depend on what else is computed; the caller checks it.
+        max_context: Maximum number of tokens of a sequence; None is the model's.
     """
 
     dtype: torch.dtype
@@ -109,6 +110,7 @@ class LoadOptions:
     adapter: str | Path | None = None
     kv_dtype: KVDtype | None = None
     round_drafters: bool = True
+    max_context: int | None = None
 
 
 @dataclass(frozen=True)

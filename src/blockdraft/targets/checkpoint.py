@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Prefixes of the `model_type` of models that `blockdraft.diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
+SCALED = ("linear", "yarn", "llama3")  # kinds of rotary embeddings that extend the context by a factor
 HUB_SECONDS = 10.0  # timeout of the hub, as in its own client
 
 
@@ -236,7 +237,18 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> str |
 
 
 def max_context(config: AnyConfig) -> int:
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+    """Return the maximum number of tokens of a sequence, those that scaled rotary embeddings add included.
+
+    Configurations name the scaled or the original number. Frequencies of the kinds "dynamic" and "longrope" change
+    beyond the trained number, which is not supported.
+    """
+    text = config.get_text_config()
+    trained: int = getattr(text, "max_position_embeddings", None) or 2**31
+    rope = getattr(text, "rope_parameters", None) or {}
+    original, factor = rope.get("original_max_position_embeddings") or trained, rope.get("factor")
+    if rope.get("rope_type") not in SCALED or not isinstance(factor, int | float):
+        return trained
+    return max(trained, int(original * factor))
 
 
 def end_tokens(*sources: Any) -> frozenset[int]:

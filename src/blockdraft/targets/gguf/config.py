@@ -43,6 +43,11 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 Get = Callable[..., Any]  # takes a key without the architecture, and an optional default
 
 
+def causal_lm(file: GGUFFile) -> str | None:
+    """Return the class in transformers of the language model in a file, or None if it holds none of a known family."""
+    return CAUSAL_LMS.get(FAMILIES.get(str(file.metadata.get("general.architecture")), ""))
+
+
 def gguf_config(file: GGUFFile) -> AnyConfig:
     """Return the configuration of a file.
 

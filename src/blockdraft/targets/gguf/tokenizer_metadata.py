@@ -136,8 +136,12 @@ def _special(tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> dict[s
     found["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and around[0] == tokenizer.bos_token_id
     found["tokenizer.ggml.add_eos_token"] = own is not None and around[-1] == own
     template = tokenizer.chat_template
-    template = template.get("default") if isinstance(template, dict) else template
-    return found | ({"tokenizer.chat_template": template} if template else {})
+    templates = template if isinstance(template, dict) else {"default": template}
+    others = {name: text for name, text in templates.items() if text and name != "default"}
+    if others:
+        found["tokenizer.chat_templates"] = list(others)
+        found |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
+    return found | ({"tokenizer.chat_template": templates["default"]} if templates.get("default") else {})
 
 
 def _checked(tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Any], ends: frozenset[int]) -> str | None:
