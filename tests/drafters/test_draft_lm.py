@@ -91,7 +91,7 @@ def as_gguf(folder: Path, path: Path, vocab_size: int) -> Path:
 def test_a_gguf_file_drafts_for_another(
     tiny_target_dir: Path, tiny_lm_dir: Path, tmp_path: Path, target: Target
 ) -> None:
-    """The sizes of the embeddings may differ, the tokens may not."""
+    """vllm-project/vllm#13849, ggml-org/llama.cpp#3812: the sizes of embeddings may differ, the tokens may not."""
     model = as_gguf(tiny_target_dir, tmp_path / "target.gguf", target.vocab_size)
     padded = altered(tiny_lm_dir, tmp_path / "padded", target.vocab_size + 8)
     draft = as_gguf(padded, tmp_path / "draft.gguf", target.vocab_size + 8)

@@ -145,7 +145,7 @@ def test_a_stop_string_across_characters_of_several_bytes(target: Target) -> Non
 def test_stop_strings_may_spell_special_tokens(
     target: Target, tokens: list[str], stop: str, expected: str | None, held: tuple[str, ...]
 ) -> None:
-    """The text does not show special tokens, and they stop it."""
+    """LostRuins/koboldcpp#791, vllm-project/vllm#2123: the text does not show special tokens, and they stop it."""
     assert target.tokenizer is not None
     answer, pieces = AnswerText(target.tokenizer, (stop, *held)), list[str]()
     for token in tokens:
@@ -193,6 +193,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     ],
 )
 def test_text_is_what_the_answer_adds_to_its_prompt(prompt: list[str], answer: list[str], expected: str) -> None:
+    """huggingface/transformers#22710 and #28776: the first token keeps its space."""
     tokenizer = sentencepiece()
     ids, added = (list(tokenizer.convert_tokens_to_ids(tokens)) for tokens in (prompt, answer))
     streamed, pieces = AnswerText(tokenizer, ("never",), prompt=ids), list[str]()

@@ -242,7 +242,7 @@ def test_ends(tmp_path: Path) -> None:
         ("<|end|> <|start|> <|message|>", {"eos": 0}, [0]),
         ("<|end|> <|return|> <|call|>", {"eos": 1}, [1, 2]),
         ("<eos> <end_of_turn> <turn|> <|tool_response>", {}, [0, 1, 2, 3]),
-        ("[EOS] [EOT] <EOT> _<EOT> </s> <end_of_utterance> <｜end▁of▁sentence｜>", {}, [*range(7)]),
+        ("[EOS] [EOT] <EOT> _<EOT> <end_of_utterance> <｜end▁of▁sentence｜>", {}, [*range(6)]),
         ("a b c d", {"eos": 1, "eot": 2, "eom": 3}, [1, 2, 3]),
         ("a b", {"eos": 1, "eot": 7}, [1]),
         ("", {"eos": 5}, [5]),
@@ -258,6 +258,13 @@ def test_ends_of_families(tokens: str, keys: dict[str, int], ends: list[int], ki
     if tokens:
         found = gguf_tokenizer(metadata)
         assert found.decode(ends, skip_special_tokens=True) == ""  # as control tokens they are not shown
+
+
+def test_a_piece_of_html_ends_nothing() -> None:
+    """In Qwen's vocabulary </s> is text, in others a control token."""
+    for kind, ends in ((TokenType.NORMAL, [1]), (TokenType.CONTROL, [0, 1])):
+        tokens = {"tokens": ["</s>", "<|im_end|>"], "token_type": [kind, TokenType.CONTROL], "eos_token_id": 1}
+        assert end_ids({f"tokenizer.ggml.{key}": value for key, value in tokens.items()}) == ends
 
 
 def test_several_chat_templates(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from blockdraft.cli.display import new_table
 from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Engine, Stats
 from blockdraft.engine.adaptive import costs as stored_costs
-from blockdraft.engine.text import AnswerText, encode
+from blockdraft.engine.text import AnswerText, encode, end_token_ids
 from blockdraft.errors import counted
 from blockdraft.types import SamplingParams
 
@@ -33,7 +33,8 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
     """Print an answer as it comes, with accepted draft tokens in colour, and its statistics. Return these."""
     ids = encode(prompt, engine.target)
     chunks = engine.stream(ids, params)  # raises for a bad request before anything is printed
-    text = AnswerText(engine.target.tokenizer, params.stop, prompt=ids)
+    ends = end_token_ids(params, engine.target)
+    text = AnswerText(engine.target.tokenizer, params.stop, prompt=ids, end_ids=ends)
     end, summary = show_chunks(console, chunks, text)
     stats = end.checked().stats
     summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from os.path import commonprefix
@@ -104,6 +104,12 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
         raise UsageError(f"{without_tokenizer(target)}, so it cannot stop at a text; use stop_token_ids.")
 
 
+def end_token_ids(params: SamplingParams, target: Target) -> frozenset[int]:
+    """Return the tokens that end an answer."""
+    own = frozenset() if params.ignore_eos else target.eos_token_ids
+    return own | set(params.stop_token_ids)
+
+
 class AnswerText:
     """Decodes one answer into text that may be shown: whole characters only, cut before a stop string.
 
@@ -119,6 +125,7 @@ class AnswerText:
         stop: Stop strings. Text that may become one is held back until that is decided.
         token_ids: Tokens of the answer, a list that the caller extends; None is a list that `push` extends.
         prompt: Tokens before the answer.
+        end_ids: Tokens that end the answer. Their text is not shown.
 
     Attributes:
         stopped: Whether a stop string has appeared. If several appear with one token, the one that begins first cuts
@@ -131,9 +138,11 @@ class AnswerText:
         stop: Sequence[str] = (),
         token_ids: list[int] | None = None,
         prompt: Sequence[int] = (),
+        end_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._prompt = prompt
+        self._end_ids = end_ids
         self._stream: TextStream | None = None  # made when text is asked for before the end
         self._stop = stop
         self._longest = max(map(len, stop), default=1)
@@ -183,7 +192,7 @@ class AnswerText:
         assert self._tokenizer is not None
         with self._closing_on_failure():
             self._stream = self._stream or TextStream(self._tokenizer, text_context(self._tokenizer, self._prompt))
-            new, tail = self._stream.push(self._ids[self._read_ids :])
+            new, tail = self._stream.push(self._with_text(self._ids[self._read_ids :]))
             self._find_special()
             self._read_ids = len(self._ids)
             # No stop string begins before it.
@@ -226,11 +235,15 @@ class AnswerText:
     def _whole(self, token_ids: list[int]) -> str:
         """Return the tokenizer's text of the answer's first tokens."""
         assert self._tokenizer is not None
+        token_ids = self._with_text(token_ids)
         if context := text_context(self._tokenizer, self._prompt):
             before, text = (self._decode([*context, *ids]) for ids in ([], token_ids))
             if text.startswith(before):
                 return text[len(before) :]
         return self._decode(token_ids)
+
+    def _with_text(self, token_ids: list[int]) -> list[int]:
+        return [token for token in token_ids if token not in self._end_ids] if self._end_ids else token_ids
 
     def _decode(self, token_ids: list[int]) -> str:
         assert self._tokenizer is not None

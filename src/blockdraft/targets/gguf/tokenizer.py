@@ -44,9 +44,9 @@ ENDS = (
     "[EOT]",
     "[EOS]",
     "<eos>",
-    "</s>",
     "<｜end▁of▁sentence｜>",
 )
+HTML_END = "</s>"  # ends a response as a control token only; Qwen's vocabulary has it as a piece of text
 # Tokens that a model for code writes after what it fills in. Of each kind the first that the vocabulary has is used.
 FILL_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>"),
@@ -214,10 +214,12 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the ids of the tokens that end a response."""
     tokens = metadata.get("tokenizer.ggml.tokens") or []
+    types = metadata.get("tokenizer.ggml.token_type") or []
     wanted = {*ENDS, *(name for names in FILL_ENDS.values() for name in names)}
     known = {token: number for number, token in enumerate(tokens) if token in wanted}
     ends = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
     ends |= {known.get(token) for token in ENDS}
+    ends |= {i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] == HTML_END}
     for key, names in FILL_ENDS.items():
         ids = (metadata.get(f"tokenizer.ggml.{key}_token_id"), *map(known.get, names))
         ends.add(next((number for number in ids if number is not None), None))
