@@ -165,8 +165,8 @@ def load_target(
         except NotCovered as refused:
             passes_on = known[name].RANK is not None and known[name].RANK < 0
             if backend != "auto" or ((quantize or kv_dtype) and not passes_on):
-                kept = f"other weights, or leave {'quantize' if quantize else 'kv_dtype'} out"
-                others = "another backend, or auto" if backend != "auto" else kept
+                other_weights = f"other weights, or leave {'quantize' if quantize else 'kv_dtype'} out"
+                others = "another backend, or auto" if backend != "auto" else other_weights
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
             continue

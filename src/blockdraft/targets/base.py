@@ -288,9 +288,9 @@ def with_draft_vocab(target: Target, kept: Tensor) -> Target:
     # All rows of a large vocabulary would take gigabytes.
     weight = torch.cat([target.head(some)[:, kept.to(some.device)] for some in units.split(64)]).T.contiguous()
     target.lock  # noqa: B018  the copy shares it once it is there
-    found = copy(target)
-    found.draft_head = ReducedHead(weight, kept.to(weight.device), target.vocab_size)
-    return found
+    limited = copy(target)
+    limited.draft_head = ReducedHead(weight, kept.to(weight.device), target.vocab_size)
+    return limited
 
 
 def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:

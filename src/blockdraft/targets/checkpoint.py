@@ -169,10 +169,10 @@ def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | No
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object")
-    return found
+    return content
 
 
 def load_text(path: str | Path, revision: str | None = None) -> TargetText:
@@ -232,8 +232,8 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> str |
         return str(folder / name) if (folder / name).is_file() else None
     from transformers.utils.hub import cached_file
 
-    found: str | None = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return found
+    cached: str | None = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return cached
 
 
 def max_context(config: AnyConfig) -> int:
@@ -271,16 +271,16 @@ def head_size(config: AnyConfig) -> int:
 def drafter_shape(config: AnyConfig) -> dict[str, Any]:
     """Return `Target.shape` of a model's text configuration."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-    found: dict[str, Any] = {
+    shape: dict[str, Any] = {
         name: value for name in names if isinstance(value := getattr(config, name, None), int | float)
     }
-    heads = found.get("num_attention_heads")
+    heads = shape.get("num_attention_heads")
     if heads:
-        found.setdefault("num_key_value_heads", heads)
-        found["head_dim"] = head_size(config)
+        shape.setdefault("num_key_value_heads", heads)
+        shape["head_dim"] = head_size(config)
     rope = dict(getattr(config, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention") or rope)  # nested by the kind of layer in some models
     if rope.get("rope_theta"):
-        found["rope_theta"] = rope.pop("rope_theta")
-        found["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
-    return found
+        shape["rope_theta"] = rope.pop("rope_theta")
+        shape["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    return shape

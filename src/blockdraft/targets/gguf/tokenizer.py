@@ -114,25 +114,25 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         if split not in SPLITS:
             problem = "does not name its pre-tokenization" if split is None else f"uses the pre-tokenization {split!r}"
             raise UnknownTokenizer(f"it {problem}; supported are {', '.join(sorted(SPLITS))}")
-        found = of_bytes(vocab, metadata, SPLITS[split])
+        tokenizer = of_bytes(vocab, metadata, SPLITS[split])
     elif kind == "llama":
-        found = of_pieces(vocab, types, metadata)  # which may spell tokens differently
-        vocab = dict(sorted(found.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
+        tokenizer = of_pieces(vocab, types, metadata)  # which may spell tokens differently
+        vocab = dict(sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
     else:
         raise UnknownTokenizer(f"it is of the kind {kind!r}; supported are gpt2 and llama")
     ends = set(end_ids(metadata))
     kinds = {token: TokenType.CONTROL if i in ends else types[i] for token, i in vocab.items()}
     for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
         own = [AddedToken(token, normalized=False, special=special) for token in vocab if kinds[token] == wanted]
-        (found.add_special_tokens if special else found.add_tokens)(own)
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(own)
     spelled = {name: special_token(metadata, key) for name, key in SPECIAL.items()}
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS)
     bos = spelled["bos_token"] if adds_bos else None
-    found.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
+    tokenizer.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=_Kept(found),
+        tokenizer_object=_Kept(tokenizer),
         clean_up_tokenization_spaces=False,
         chat_template=chat_templates(metadata),
         **spelled,
@@ -179,11 +179,11 @@ def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split
     for merge in metadata.get("tokenizer.ggml.merges") or ():
         at = merge.find(" ", 1)
         merges.append((merge[:at], merge[at + 1 :]))
-    found = Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=split.whole))
     if split.composed:
-        found.normalizer = normalizers.NFC()
-    found.pre_tokenizer, found.decoder = split.pre_tokenizer(), decoders.ByteLevel()
-    return found
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = split.pre_tokenizer(), decoders.ByteLevel()
+    return tokenizer
 
 
 def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:
