@@ -333,13 +333,13 @@ def test_drafted_tokens_are_coloured_and_characters_stay_whole(
         Chunk("", tuple(ids[6:9]), (True, True, False), stats, "length"),
     ]
     engine: Any = SimpleNamespace(
-        target=SimpleNamespace(tokenizer=tokenizer, running="native"),
+        target=SimpleNamespace(tokenizer=tokenizer, running="native", eos_token_ids=frozenset()),
         drafter=SimpleNamespace(parts=()),
         stream=lambda *_: iter(chunks),
     )
     out = Stream(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
-    answers.stream_answer(display.terminal(), engine, "", SamplingParams())
+    answers.stream_answer(display.terminal(), engine, "Hi", SamplingParams())
     answer, summary = out.text().split("\n\n")
     green, end = "\x1b[32m", "\x1b[0m"
     assert answer == f"a{green}\t{end}{green}ö{end}{green}[{end}b{green}]{end}\N{REPLACEMENT CHARACTER}"

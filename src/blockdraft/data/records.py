@@ -210,7 +210,7 @@ def _message(name: str, index: int, raw: Any) -> Message:
 def _content(content: Any) -> str:
     """Return the text of a content, which may be a list of parts."""
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"a message has the content {_short(content)}; it must be a text.")
     return "\n".join(texts)

@@ -181,8 +181,8 @@ class DataWriter:
             for i in (~present).nonzero().flatten().tolist():
                 begin, end = shard["offsets"][i : i + 2].tolist()
                 counts["supervised"] -= int(shard["supervised"][begin:end].sum())
-        left_out = {REASONS[i]: count for i, count in sorted(reasons.items())}
-        return {"rows": self.finished, **counts, "left_out": left_out}
+        by_reason = {REASONS[i]: count for i, count in sorted(reasons.items())}
+        return {"rows": self.finished, **counts, "left_out": by_reason}
 
     def _chained(self) -> str | None:
         """Return the fingerprint of an unfinished state, from that of the state before it and the shards added since.
