@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.data.documents import TokenData, read_data
+from blockdraft.data.documents import TokenData, grown_since, read_data
 from blockdraft.data.prepare import Preparation
 from blockdraft.data.settings import DataSettings, RecordSettings
 from blockdraft.folders import held
@@ -69,22 +69,36 @@ def test_all_records_are_checked_first(tmp_path: Path, target: TargetText) -> No
         prepared(tmp_path / "a", target, [*records, {"nothing": 1}])
     with pytest.raises(ValueError, match=r"record 4: this is a prompt without a response; add --regenerate"):
         prepared(tmp_path / "a", target, [*records, {"turns": ["q"]}])
-    with pytest.raises(ValueError, match=r"record 1: this is a plain text, not a prompt"):
+    with pytest.raises(ValueError, match=r"(?s)3 of 3 records .*record 1: this is a plain text, not a prompt"):
         prepared(tmp_path / "a", target, records, writer="target")
     assert not (tmp_path / "a").exists()
 
 
-def test_more_records_are_added_and_other_records_refused(tmp_path: Path, target: TargetText) -> None:
-    records = [{"text": "one"}, {"text": "two"}]
-    first = prepared(tmp_path / "a", target, records)[0].run()
-    assert prepared(tmp_path / "a", target, records)[0].run() == first
-    for others in ([{"text": "one"}, {"text": "three"}], records[:1]):
-        with pytest.raises(ValueError, match=r"was made from 2 records, and the first 2 of these \d+ differ"):
-            prepared(tmp_path / "a", target, others)
-    prepared(tmp_path / "a", target, [*records, {"text": "three"}])[0].run()
-    assert texts(target, read_data(tmp_path / "a")) == ["one", "two", "three"]
+def test_documents_stay_with_their_record(tmp_path: Path, target: TargetText) -> None:
+    """Records may be added, mended, moved and removed; only new contents are work."""
+    folder = tmp_path / "a"
+    records = [{"text": "one"}, {"text": "two"}, {"text": "two"}, {"text": "three"}]
+    first = prepared(folder, target, records)[0].run()
+    assert prepared(folder, target, records)[0].run() == first
+    changed = [{"text": "zero"}, {"text": "two"}, {"text": "two"}, {"text": "two"}, {"text": "one"}]
+    again, _ = prepared(folder, target, changed)
+    assert (again.total, again.missing) == (5, 2)
+    manifest = again.run()
+    assert texts(target, read_data(folder)) == ["one", "two", "two", "zero", "two"]
+    assert manifest["counts"]["documents"] == manifest["counts"]["rows"] == 5
+    assert manifest["counts"]["tokens"] == sum(read_data(folder).lengths)
+    assert grown_since(read_data(folder), first["fingerprint"]) is None  # "three" is missing
+    back, _ = prepared(folder, target, records)
+    assert back.missing == 0 and back.run()["fingerprint"] == first["fingerprint"]
+    assert texts(target, read_data(folder)) == ["one", "two", "two", "three"]
+
+
+def test_other_records_and_settings_are_refused(tmp_path: Path, target: TargetText) -> None:
+    prepared(tmp_path / "a", target, [{"text": "one"}, {"text": "two"}])[0].run()
+    with pytest.raises(ValueError, match="holds 2 records, and these sources hold none of them"):
+        prepared(tmp_path / "a", target, [{"text": "three"}])
     with pytest.raises(ValueError, match="was made with length 256, not 100"):
-        prepared(tmp_path / "a", target, records, length=100)
+        prepared(tmp_path / "a", target, [{"text": "one"}], length=100)
 
 
 def test_interrupted_preparation_resumes(tmp_path: Path, target: TargetText) -> None:
@@ -119,14 +133,45 @@ def test_no_usable_token_is_refused(tmp_path: Path, target: TargetText) -> None:
         prepared(tmp_path / "a", target, records)[0].run()
 
 
-def test_chat_that_the_template_refuses(tmp_path: Path, target: TargetText) -> None:
+def chat(*contents: str, first: str = "user") -> dict[str, Any]:
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+
+
+@pytest.mark.parametrize("writer", ["text", "target"])
+def test_what_the_template_refuses_is_found_before_any_work(tmp_path: Path, target: TargetText, writer: str) -> None:
+    """All such records are named at once, or skipped and counted."""
     assert target.tokenizer is not None
-    target.tokenizer.chat_template = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(
-        target.tokenizer.chat_template
+    target.tokenizer.chat_template = (
+        "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + str(target.tokenizer.chat_template)
     )
-    chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-    with pytest.raises(ValueError, match="record 1: the chat template refuses these messages: too many"):
-        prepared(tmp_path / "a", target, [{"messages": chat}])[0].run()
+    records: list[dict[str, Any]] = [chat(f"q{i}", "a") for i in range(60)]
+    records[40] = chat("hello", "q", "a", first="assistant")
+    records[50] = {"conversations": [{"from": "oracle", "value": "x"}]}
+    wrong = (
+        r"(?s)^2 of 60 records cannot be used; mend them, or add --skip-faulty.*"
+        r"record 41: messages are refused by the chat template: .*roles must alternate.*record 51: .*role 'oracle'"
+    )
+    faulty = r"records\.jsonl, record 50: a message has the role 'oracle'.* Add --skip-faulty"
+    with pytest.raises(ValueError, match=wrong):
+        prepared(tmp_path / "a", target, records, writer=writer)
+    with pytest.raises(ValueError, match=faulty):
+        prepared(tmp_path / "a", target, records[:40] + records[41:], writer=writer)
+    assert not (tmp_path / "a").exists()
+    skipping, _ = prepared(tmp_path / "a", target, records, writer=writer, skip_faulty=True)
+    assert (skipping.total, skipping.missing) == (58, 58)
+
+
+def test_skipped_records_are_counted_and_may_be_mended(tmp_path: Path, target: TargetText) -> None:
+    records = [chat("q", "a"), {"nothing": 1}, chat("r", "b")]
+    manifest = prepared(tmp_path / "a", target, records, skip_faulty=True)[0].run()
+    assert (manifest["skipped"], manifest["counts"]["rows"]) == (1, 2)
+    records[1] = chat("s", "c")
+    mended, _ = prepared(tmp_path / "a", target, records)
+    assert mended.missing == 1
+    assert mended.run()["skipped"] == 0
+    assert texts(target, read_data(tmp_path / "a"), True) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
 
 
 def test_bad_settings_are_refused(tmp_path: Path, target: TargetText) -> None:

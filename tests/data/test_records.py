@@ -1,5 +1,6 @@
 """Records from files and folders, in every accepted form."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,21 @@ from typing import Any
 import datasets
 import pytest
 
-from blockdraft.data.records import check_sources, parse_for_continuation, parse_record, pieces_of, read_records
+from blockdraft.data.records import Chat, check_sources, parse_for_continuation, parse_record, pieces_of, read_records
 from blockdraft.data.settings import RecordSettings
 
 PLAIN = RecordSettings()
-CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CHAT = Chat(MESSAGES)
+CALL = {"name": "weather", "arguments": {"city": "Bergen", "days": None}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLS = Chat(
+    [
+        MESSAGES[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1_0", "type": "function", "function": CALL}]},
+    ],
+    [TOOL],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +33,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("raw", "record"),
     [
-        ({"messages": CHAT, "prompt": "never read"}, CHAT),
-        ({"messages": [CHAT[0] | {"tool_calls": None}, CHAT[1]], "text": None}, CHAT),
+        ({"messages": MESSAGES, "prompt": "never read"}, CHAT),
+        ({"messages": [MESSAGES[0] | {"tool_calls": None}, MESSAGES[1]], "text": None}, CHAT),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, CHAT),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, MESSAGES[1]]}, CHAT),
+        (
+            {"messages": [{"role": "user", "content": ["q", {"text": "r"}]}]},
+            Chat([{"role": "user", "content": "q\nr"}]),
+        ),
         ({"prompt": "q", "response": "a", "id": 3}, CHAT),
-        ({"prompt": "q"}, [CHAT[0], {"role": "assistant", "content": None}]),
+        ({"prompt": "q"}, Chat([MESSAGES[0], {"role": "assistant", "content": None}])),
         (
             {"turns": ["q", "r"]},
-            [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["q", None, "r", None], strict=True)],
+            Chat(
+                [
+                    {"role": role, "content": text}
+                    for role, text in zip(["user", "assistant"] * 2, ["q", None, "r", None], strict=True)
+                ]
+            ),
         ),
         ({"text": "t"}, "t"),
     ],
@@ -38,8 +59,25 @@ def test_accepted_forms(raw: dict[str, Any], record: object) -> None:
     assert parse_record(raw, PLAIN) == record
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {"tool_calls": [{"type": "function", "function": CALL}], "content": None},
+        {"tool_calls": [CALL]},
+        {"tool_calls": [{"type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]},
+        {"role": None, "from": "function_call", "value": json.dumps(CALL)},
+    ],
+)
+@pytest.mark.parametrize(
+    "tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"] | {"strict": True, "description": None}]]
+)
+def test_forms_of_tool_calls(calls: dict[str, Any], tools: object) -> None:
+    raw = {"messages": [MESSAGES[0], {"role": "assistant", **calls}], "tools": tools}
+    assert parse_record(raw, PLAIN) == CALLS
+
+
 def test_named_fields() -> None:
-    raw = {"question": "q", "answer": "a", "messages": CHAT, "code": "x"}
+    raw = {"question": "q", "answer": "a", "messages": MESSAGES, "code": "x"}
     assert parse_record(raw, RecordSettings(prompt_field="question", response_field="answer")) == CHAT
     assert parse_record(raw, RecordSettings(text_field="code")) == "x"
     with pytest.raises(ValueError, match="either a text or a conversation"):
@@ -58,7 +96,12 @@ def test_named_fields() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "it must be a text"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "holds no message of a user"),
         ({"turns": [1]}, '"turns" is 1; it must be a text'),
-        ({"prompt": CHAT}, '"prompt" is .* it must be a text'),
+        ({"prompt": MESSAGES}, '"prompt" is .* it must be a text'),
+        ("hi", "it is 'hi'; a record is a JSON object"),
+        ({"messages": MESSAGES, "tools": "x"}, "tools is 'x', which is no JSON"),
+        ({"messages": MESSAGES, "tools": {"name": "f"}}, '"tools" is .* it must be a list of tools'),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{}]}]}, "needs a function with a name"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL | {"arguments": "[1]"}]}]}, "an object"),
         ({"prompt": "q", "completion": "a"}, "name it by --response-field"),
         ({"text": 3}, '"text" is 3'),
     ],
@@ -69,7 +112,7 @@ def test_other_forms_are_refused(raw: dict[str, Any], message: str) -> None:
 
 
 def test_kinds_of_sources(tmp_path: Path) -> None:
-    records = [{"text": "one"}, {"messages": CHAT}, {"text": "zwei \u2028 ü"}]
+    records = [{"text": "one"}, {"messages": MESSAGES}, {"text": "zwei \u2028 ü"}]
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     (tmp_path / "b.json").write_text(json.dumps([{"text": "three"}]), encoding="utf-8")
@@ -87,6 +130,45 @@ def test_kinds_of_sources(tmp_path: Path) -> None:
     assert len(list(read_records([str(lines), str(tmp_path / "b.json")], RecordSettings(limit=2)))) == 2
 
 
+def test_json_keeps_its_types(tmp_path: Path) -> None:
+    """Texts that look like dates stay texts, nulls and missing keys stay what they are; in folders too."""
+    raws = [
+        {"prompt": "2024-05-01", "response": "2024-05-02T10:00:00Z"},
+        {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [CALL]}], "tools": [TOOL]},
+        {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [CALL | {"arguments": {"other": "x"}}]}]},
+    ]
+    (tmp_path / "folder").mkdir()
+    lines = "\r\n\n".join(map(json.dumps, raws)).encode()
+    (tmp_path / "UPPER.JSONL").write_bytes(b"\xef\xbb\xbf" + lines)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "folder/train.jsonl").write_bytes(lines)
+    (tmp_path / "pretty.json").write_text(json.dumps(raws, indent=2))
+    wanted = [parse_record(raw, PLAIN) for raw in raws]
+    for name in ("UPPER.JSONL", "packed.jsonl.gz", "folder", "pretty.json"):
+        assert [record for _, record in read_records([str(tmp_path / name)], PLAIN)] == wanted, name
+    (tmp_path / "single.json").write_text(json.dumps(raws[0], indent=2))
+    assert [record for _, record in read_records([str(tmp_path / "single.json")], PLAIN)] == wanted[:1]
+
+
+def test_parquet_adds_no_nulls(tmp_path: Path) -> None:
+    """A column of objects has the keys of all rows, and null where a row has none."""
+    chats = [
+        [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": [CALL | {"arguments": {key: "x"}}]}]
+        for key in ("city", "town")
+    ]
+    datasets.Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(tmp_path / "a.parquet")
+    result = [record for _, record in read_records([str(tmp_path / "a.parquet")], PLAIN)]
+    assert result == [parse_record({"messages": chat}, PLAIN) for chat in chats]
+
+
+def test_faulty_records_are_skipped_if_wanted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"nothing": 1}\nbroken\n{"text": "two"}\n')
+    faults = dict[str, str]()
+    result = list(read_records([str(tmp_path / "a.jsonl")], PLAIN, on_fault=faults.setdefault))
+    assert [record for _, record in result] == ["one", "two"]
+    assert [place.partition("a.jsonl, ")[2] for place in faults] == ["record 2", "record 3"]
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     def read(name: str, settings: RecordSettings = PLAIN) -> None:
         list(read_records([str(tmp_path / name)], settings))
@@ -94,9 +176,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"nothing": 1}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, record 2: it has the fields"):
         read("bad.jsonl")
-    (tmp_path / "broken.jsonl").write_text('{"text": "one"}\nnothing\n')
-    with pytest.raises(ValueError, match=r"broken\.jsonl cannot be read, at record \d or after it"):
+    (tmp_path / "broken.jsonl").write_text('{"text": "one"}\nnothing\n{"text": "two"}\n')
+    with pytest.raises(ValueError, match=r"broken\.jsonl, record 2: it is no JSON"):
         read("broken.jsonl")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 1000)[:-20])
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz cannot be read, at record \d+ or after it"):
+        read("cut.jsonl.gz")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "empty.txt").touch()
     for name in ("empty.jsonl", "empty.txt"):
@@ -149,7 +234,7 @@ def test_texts_that_are_continued_come_in_pieces(tmp_path: Path) -> None:
     raws = [{"text": "one two three four"}, {"prompt": "one two three four", "response": "x"}, {"text": " "}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(raw) + "\n" for raw in raws))
     result = list(read_records([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
-    prompt = [{"role": "user", "content": "one two three four"}]
+    prompt = Chat([{"role": "user", "content": "one two three four"}])
     assert [record for _, record in result] == ["one two ", "three ", "four", prompt, " "]
     assert [place.partition("a.jsonl, ")[2] for place, _ in result[:3]] == [
         "record 1",
@@ -174,9 +259,10 @@ def test_pieces(text: str, pieces: list[str]) -> None:
     assert list(pieces_of(text, 8)) == pieces
 
 
-@pytest.mark.parametrize("raw", [{"messages": CHAT}, {"conversations": CHAT}, {"turns": ["q", "r"]}])
+@pytest.mark.parametrize("raw", [{"messages": MESSAGES}, {"conversations": MESSAGES}, {"turns": ["q", "r"]}])
 def test_chats_are_not_continued(raw: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="this is a chat, whose roles only a chat template can spell"):
         parse_for_continuation(raw, PLAIN)
-    assert parse_for_continuation({"turns": ["q"]}, PLAIN) == parse_for_continuation({"prompt": "q"}, PLAIN) == CHAT[:1]
-    assert parse_for_continuation({"q": "q", "messages": CHAT}, RecordSettings(prompt_field="q")) == CHAT[:1]
+    prompt = Chat(MESSAGES[:1])
+    assert parse_for_continuation({"turns": ["q"]}, PLAIN) == parse_for_continuation({"prompt": "q"}, PLAIN) == prompt
+    assert parse_for_continuation({"q": "q", "messages": MESSAGES}, RecordSettings(prompt_field="q")) == prompt

@@ -1,7 +1,7 @@
 """Choice of target layers, and their hidden states."""
 
+from copy import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +9,9 @@ import torch
 from some_hidden_states import LENGTHS, TARGET_LAYERS, alone
 from torch import Tensor
 
-from blockdraft.data import target_layers
 from blockdraft.data.documents import TokenData
 from blockdraft.data.settings import HiddenStateSettings
-from blockdraft.data.target_layers import chosen_target_layers, target_hidden_states
+from blockdraft.data.target_layers import CPU_TOKENS, chosen_target_layers, target_hidden_states
 from blockdraft.decode.proposal import chain
 from blockdraft.settings import from_text
 from blockdraft.targets import Target, TargetOutput, load_target
@@ -25,34 +24,19 @@ def test_hidden_states_are_the_layers_outputs(target: Target, data: TokenData) -
         torch.testing.assert_close(states, alone(target, data, i), atol=1e-4, rtol=1e-4)
 
 
-def test_forwards_on_a_cpu_take_few_documents_of_like_length(
-    target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target_layers, "CPU_TOKENS", 25)
-    shapes, forward = list[tuple[int, ...]](), target.forward
+def test_forwards_on_a_cpu_take_few_documents_of_like_length(target: Target, data: TokenData) -> None:
+    shapes, watched = list[tuple[int, ...]](), copy(target)
+    documents = [data[i % len(data)].tokens.repeat(20)[:200] for i in range(4 * len(data))]
 
-    def watched(tokens: Tensor, *rest: Any, **named: Any) -> TargetOutput:
+    def forward(tokens: Tensor, *rest: Any, **named: Any) -> TargetOutput:
         shapes.append(tuple(tokens.shape))
-        return forward(tokens, *rest, **named)
+        return target.forward(tokens, *rest, **named)
 
-    monkeypatch.setattr(target, "forward", watched)
-    outputs = target_hidden_states(target, TARGET_LAYERS, [document.tokens for document in data])
-    assert [len(states) for states in outputs] == list(LENGTHS)
-    assert len(shapes) > 1 and all(rows == 1 or rows * width <= 25 for rows, width in shapes), shapes
-    assert sum(rows for rows, _ in shapes) == len(LENGTHS)
-
-
-def test_a_forward_on_a_gpu_takes_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, documents = list[int](), [torch.zeros(length, dtype=torch.int64) for length in (3, 900, 500)]
-
-    def forward(target: Any, target_layers: Any, tokens: list[Tensor]) -> list[Tensor]:
-        calls.append(len(tokens))
-        return tokens
-
-    monkeypatch.setattr(target_layers, "_of_one_forward", forward)
-    target: Any = SimpleNamespace(device=torch.device("cuda"), num_layers=3, max_context=1000)
-    outputs = target_hidden_states(target, TARGET_LAYERS, documents)
-    assert calls == [3] and all(states is document for states, document in zip(outputs, documents, strict=True))
+    watched.forward = forward  # type: ignore[method-assign]
+    outputs = target_hidden_states(watched, TARGET_LAYERS, documents)
+    assert [len(states) for states in outputs] == [len(document) for document in documents]
+    assert len(shapes) > 1 and all(rows == 1 or rows * width <= CPU_TOKENS for rows, width in shapes), shapes
+    assert sum(rows for rows, _ in shapes) == len(documents)
 
 
 def test_default_target_layers() -> None:

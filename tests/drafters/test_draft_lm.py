@@ -14,10 +14,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, Plan, SampledPlan
 from blockdraft.decode.sampling import draw
-from blockdraft.drafters import load_drafter
+from blockdraft.drafters import check_place, load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
 from blockdraft.engine import Engine
-from blockdraft.targets import Target, TargetOutput, load_target
+from blockdraft.targets import (
+    Target,
+    TargetOutput,
+    gguf_architecture,
+    load_target,
+    load_target_text,
+    open_checkpoint,
+    tokenizer_metadata,
+    write_gguf_target,
+)
 from blockdraft.types import Drafting, SamplingParams
 
 GREEDY = SamplingParams(33, ignore_eos=True)
@@ -64,6 +73,35 @@ def logits_after(drafter: DraftLMDrafter, ids: list[int]) -> Tensor:
 @cache
 def reference(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def as_gguf(folder: Path, path: Path, vocab_size: int) -> Path:
+    with open_checkpoint(folder) as source:
+        text = load_target_text(folder)
+        values, _ = tokenizer_metadata(text, vocab_size, gguf_architecture(source))
+        write_gguf_target(path, source, values, "f32")
+    return path
+
+
+def test_a_gguf_file_drafts_for_another(
+    tiny_target_dir: Path, tiny_lm_dir: Path, tmp_path: Path, target: Target
+) -> None:
+    """vllm-project/vllm#13849, ggml-org/llama.cpp#3812: the sizes of embeddings may differ, the tokens may not."""
+    model = as_gguf(tiny_target_dir, tmp_path / "target.gguf", target.vocab_size)
+    padded = altered(tiny_lm_dir, tmp_path / "padded", target.vocab_size + 8)
+    draft = as_gguf(padded, tmp_path / "draft.gguf", target.vocab_size + 8)
+    check_place(draft)
+    loaded = load_target(model, device="cpu")
+    drafter = load_drafter(draft, target=loaded)
+    assert isinstance(drafter, DraftLMDrafter)
+    plain = Engine(loaded, load_drafter("none", target=loaded)).generate(PROMPTS[:2], GREEDY)
+    drafted = Engine(loaded, drafter).generate(PROMPTS[:2], GREEDY)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert any(any(one.drafted) for one in drafted)
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.add_tokens(["<|new|>"])
+    with pytest.raises(ValueError, match="use a draft model with the target's tokenizer"):
+        load_drafter(draft, target=loaded)
 
 
 # The cache of the draft model.

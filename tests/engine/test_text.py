@@ -19,8 +19,11 @@ from blockdraft.engine.text import (
     TextStream,
     _last_cut,
     _write_forward,
+    begun,
     check_request,
     encode,
+    text_context,
+    token_offsets,
 )
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, load_target
@@ -97,10 +100,8 @@ def test_as_much_is_held_back_as_may_begin_a_stop_string() -> None:
     draw = random.Random(0)
     for _ in range(3000):
         text, stop = ("".join(draw.choices("ab", k=draw.randrange(low, 8))) for low in (0, 1))
-        answer = AnswerText(None, [stop])
-        answer._text = text
         expected = max(n for n in range(len(stop)) if text.endswith(stop[:n]))
-        assert answer._beginning(stop) == expected, (text, stop)
+        assert begun(stop, text) == expected, (text, stop)
 
 
 def test_a_long_stop_string_is_not_cut_into_all_its_beginnings() -> None:
@@ -114,9 +115,7 @@ def test_a_long_stop_string_is_not_cut_into_all_its_beginnings() -> None:
             return super().__getitem__(at)
 
     stop = Counted("ab" * 500)
-    answer = AnswerText(None, [stop])
-    answer._text = "the end is ab"
-    assert answer._beginning(stop) == 2 and Counted.slices == 0
+    assert begun(stop, "the end is ab") == 2 and Counted.slices == 0
 
 
 def test_the_stop_string_that_begins_first_cuts(target: Target) -> None:
@@ -127,6 +126,102 @@ def test_the_stop_string_that_begins_first_cuts(target: Target) -> None:
 def test_a_stop_string_across_characters_of_several_bytes(target: Target) -> None:
     pieces, stopped, _ = shown(target, "aß€b", ("ß€",))
     assert ("".join(pieces), stopped) == ("a", True)
+
+
+@pytest.mark.parametrize("held", [(), ("never",)])
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        (["a", "<|im_start|>", "b"], "<|im_start|>", "a"),
+        (["a", "\n", "<|im_end|>", "b"], "\n<|im_end|>", "a"),
+        (["a", "<|im_start|>", "u", "s", "x"], "<|im_start|>us", "a"),
+        (["a", "<|im_end|>", "\n", "<|im_start|>", "x"], "<|im_end|>\n<|im_start|>", "a"),
+        (["a", "<|im_start|>", "b", "c", "d"], "bc", "a"),
+        (["a", "<|im_start|>", "b"], "<|im_start|>us", None),
+        (["<|im_start|>", "a", "b", "b"], "<|im_start|>ac", None),
+        ([*"<|im_start|>", "b"], "<|im_start|>", ""),  # spelled as text
+    ],
+)
+def test_stop_strings_may_spell_special_tokens(
+    target: Target, tokens: list[str], stop: str, expected: str | None, held: tuple[str, ...]
+) -> None:
+    """LostRuins/koboldcpp#791, vllm-project/vllm#2123: the text does not show special tokens, and they stop it."""
+    assert target.tokenizer is not None
+    answer, pieces = AnswerText(target.tokenizer, (stop, *held)), list[str]()
+    for token in tokens:
+        [answer.push(token_id) for token_id in target.tokenizer(token)["input_ids"]]
+        pieces.append(answer.take())
+        if answer.stopped:
+            break
+    assert answer.stopped == (expected is not None)
+    answer.finish()
+    pieces.append(answer.take())
+    whole = "".join(token for token in tokens if len(token) == 1)
+    assert "".join(pieces) == answer.shown == (whole if expected is None else expected)
+
+
+def test_a_special_token_ends_a_request(target: Target) -> None:
+    assert target.tokenizer is not None
+    start = target.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    params = SamplingParams(max_new_tokens=5, stop=("<|im_start|>",), logit_bias={start: 100.0})
+    with Engine(target, load_drafter("none", target=target)) as engine:
+        [completion] = engine.generate(["Hi"], params)
+    assert (completion.text, completion.finish_reason, completion.token_ids) == ("", "stop", [start])
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """A tokenizer as of Llama 2 and Mistral: a text begins without the space of its first token."""
+    entries = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghij", "▁one", "▁two", "▁▁▁"]
+    backend = Tokenizer(models.BPE({entry: i for i, entry in enumerate(entries)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(entry, special=True) for entry in entries[:3]])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        (["<s>", "▁one"], ["▁two", "▁one"], " two one"),
+        (["<s>", "▁one", "</s>"], ["▁two"], " two"),
+        (["<s>", "▁one", "<0x0A>"], ["▁▁▁", "a"], "   a"),  # the indentation of code
+        (["<s>", "▁one"], ["<0xE2>", "<0x82>", "<0xAC>", "a"], "€a"),
+        (["▁one", "<0xE2>", "<0x82>"], ["<0xAC>", "▁two"], "\ufffd two"),
+        (["<s>"], ["▁two", "▁one"], "two one"),
+        ([], ["▁two"], "two"),
+    ],
+)
+def test_text_is_what_the_answer_adds_to_its_prompt(prompt: list[str], answer: list[str], expected: str) -> None:
+    """huggingface/transformers#22710 and #28776: the first token keeps its space."""
+    tokenizer = sentencepiece()
+    ids, added = (list(tokenizer.convert_tokens_to_ids(tokens)) for tokens in (prompt, answer))
+    streamed, pieces = AnswerText(tokenizer, ("never",), prompt=ids), list[str]()
+    for token in added:
+        streamed.push(token)
+        pieces.append(streamed.take())
+    streamed.finish()
+    assert "".join([*pieces, streamed.take()]) == streamed.shown == expected
+    at_once = AnswerText(tokenizer, token_ids=added, prompt=ids)
+    at_once.finish()
+    assert at_once.shown == expected
+    stopped = AnswerText(tokenizer, (expected,), token_ids=added, prompt=ids)
+    stopped.read()
+    assert stopped.stopped and stopped.shown == ""
+
+
+def test_offsets_count_whole_characters(target: Target) -> None:
+    """Positions of tokens never go back, and half a character counts nothing."""
+    assert target.tokenizer is not None
+    text = "aß€\U0001f600 end"
+    ids = list(target.tokenizer(text)["input_ids"])
+    offsets = token_offsets(TextStream(target.tokenizer), ids, begin=10)
+    starts = [10 + len(target.tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
+    assert offsets == starts == sorted(starts)
+    pieces = sentencepiece()
+    ids = list(pieces.convert_tokens_to_ids(["▁one", "▁two", "▁one"]))
+    assert token_offsets(TextStream(pieces), ids) == [0, 3, 7]
+    assert token_offsets(TextStream(pieces, text_context(pieces, ids)), ids, 11) == [11, 15, 19]
 
 
 class Spelling(PreTrainedTokenizer):
@@ -279,7 +374,7 @@ def test_other_prompts_are_refused(target: Target, prompt: Any, message: str) ->
 def test_a_chat_that_the_template_refuses(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.tokenizer is not None
     monkeypatch.setattr(target.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UsageError, match="refuses the chat: roles must alternate"):
+    with pytest.raises(UsageError, match="refused by the chat template: .*roles must alternate"):
         encode("hello", target)
 
 

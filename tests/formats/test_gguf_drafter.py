@@ -188,5 +188,7 @@ def test_files_of_other_programs(make: Make, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             read_drafter(again(changes, **more), None, 3)
     write_gguf(tmp_path / "t.gguf", "llama", {}, tensors, "f32")
-    with pytest.raises(UsageError, match="t.gguf is no drafter: its architecture is llama instead of dflash or eagle3"):
+    with pytest.raises(
+        UsageError, match="t.gguf is no drafter: its architecture is llama, and neither dflash or eagle3"
+    ):
         read_drafter(tmp_path / "t.gguf", None, 3)

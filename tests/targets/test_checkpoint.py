@@ -1,6 +1,7 @@
 """What is told of checkpoints that are not here."""
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,15 @@ from threading import Thread
 
 import huggingface_hub
 import pytest
-from transformers import AutoConfig, AutoTokenizer, Gemma4TextConfig, LlamaConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma4TextConfig, LlamaConfig
 
 from blockdraft.diffusion.folder import FAMILY_OF
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import checkpoint, load_target, load_target_text
-from blockdraft.types import Backend
+from blockdraft.types import Backend, Compile, SamplingParams
 
 
 @pytest.fixture
@@ -83,3 +87,65 @@ def test_heads_of_layers_that_differ_have_the_size_of_most() -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 12, "global_head_dim": 16}
     assert checkpoint.drafter_shape(Gemma4TextConfig(**sizes, layer_types=kinds))["head_dim"] == 12
     assert checkpoint.head_size(LlamaConfig(hidden_size=32, num_attention_heads=4)) == 8
+
+
+@pytest.mark.parametrize(
+    ("trained", "rope", "context"),
+    [
+        (128, None, 128),
+        (
+            128,
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            512,
+        ),  # as Qwen's cards write it
+        (512, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),  # as DeepSeek does
+        (128, {"rope_type": "yarn", "factor": 2.5}, 320),
+        (128, {"type": "linear", "factor": 4.0}, 512),
+        (128, {"type": "dynamic", "factor": 4.0}, 128),
+        (
+            1024,
+            {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            1024,
+        ),
+    ],
+)
+def test_scaled_positions_extend_the_context(
+    tmp_path: Path, tiny_target_dir: Path, trained: int, rope: dict[str, object] | None, context: int
+) -> None:
+    """vllm-project/vllm#53634, ggml-org/llama.cpp#17459: no factor is lost, and none applied twice."""
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    raw = {key: value for key, value in raw.items() if key not in ("rope_parameters", "rope_scaling")}
+    raw |= {"max_position_embeddings": trained, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(raw | ({"rope_scaling": rope} if rope else {})))
+    assert load_target_text(folder).max_context == context
+    backends: tuple[Backend, ...] = ("native", "hf")
+    for backend in backends:
+        assert load_target(folder, device="cpu", backend=backend).max_context == context
+
+
+@pytest.mark.parametrize("compile", ["auto", "off"])
+def test_another_context(tiny_target_dir: Path, compile: Compile) -> None:
+    """A longer one than the model's, or a shorter one."""
+    own = load_target(tiny_target_dir, device="cpu", compile=compile)
+    ids = [5 + i % 50 for i in range(own.max_context + 20)]
+    longer = load_target(tiny_target_dir, device="cpu", compile=compile, max_context=len(ids) + 4)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with Engine(longer, load_drafter("none", target=longer)) as engine:
+        [completion] = engine.generate([ids], params)
+    assert len(completion.token_ids) == 4
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    wanted = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert completion.token_ids == wanted[0, len(ids) :].tolist()
+    shorter = load_target(tiny_target_dir, device="cpu", compile=compile, max_context=16)
+    with Engine(shorter, load_drafter("none", target=shorter)) as engine, pytest.raises(UsageError, match="context 16"):
+        engine.generate([ids[:16]], params)
+    with pytest.raises(UsageError, match="max_context must be at least 2, got 1"):
+        load_target(tiny_target_dir, device="cpu", max_context=1)

@@ -20,16 +20,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, READERS
+from blockdraft.formats.gguf import FLOATS, READERS, open_gguf
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.targets import (
+    decoder_config,
     describe_target,
     load_target,
     load_target_text,
     open_checkpoint,
     weights_fingerprint,
 )
-from blockdraft.targets.gguf import checkpoint
+from blockdraft.targets.checkpoint import max_context
+from blockdraft.targets.gguf.checkpoint import GIB, check_memory
+from blockdraft.targets.gguf.config import gguf_config
+from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -42,7 +46,11 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = model(tokens).logits
     torch.testing.assert_close(scores(target, tokens), wanted, rtol=1e-4, atol=1e-4)
-    assert target.max_context == 64 and target.path == tmp_path / "m.gguf" and target.backend == "native"
+    assert (
+        target.max_context == max_context(model.config) >= 64
+        and target.path == tmp_path / "m.gguf"
+        and target.backend == "native"
+    )
     family = "llama" if name == "mistral" else name.partition("-")[0]  # in GGUF files they are one
     assert target.architecture["model_type"] == family
     assert target.architecture["architectures"] == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
@@ -266,22 +274,21 @@ def test_products_quantized_and_floats(tmp_path: Path) -> None:
     torch.testing.assert_close(scores(compiled, tokens), scores(plain, tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What weights take in memory is told where it is much more than in the file, and more than there is is refused."""
-    path = tmp_path / "m.gguf"
+def test_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that take much more memory than the file are reported, and those that do not fit are refused."""
+    path, cpu = tmp_path / "m.gguf", torch.device("cpu")
     write_gguf(path, model_of("llama", **WIDE), "IQ2_XS")
-    monkeypatch.setattr(checkpoint, "MUCH_MORE", 100_000)
     target = load_target(path, device="cpu", compile="off")
+    file = open_gguf(path)
+    needed = decoder_weights(file, fitted(decoder_config(gguf_config(file)), file)).nbytes(torch.float32, few=True)
+    packed = sum(layer.nbytes for layer in target.decoder.modules() if isinstance(layer, PackedLinear))
+    assert needed == pytest.approx(packed, rel=0.05)
+    check_memory(file, needed, needed, cpu)
+    assert not caplog.text
+    check_memory(file, needed + 2 * GIB, 4 * GIB, cpu)
     assert "The weights of" in caplog.text and "take 8 bits" in caplog.text
-    asked: list[int] = []
-    monkeypatch.setattr(checkpoint, "check_memory", lambda file, needed, *others: asked.append(needed))
-    load_target(path, device="cpu", compile="off")
-    held = sum(layer.nbytes for layer in target.decoder.modules() if isinstance(layer, PackedLinear))
-    assert asked[0] == pytest.approx(held, rel=0.05)
-    monkeypatch.undo()
-    monkeypatch.setattr(checkpoint, "free_bytes", lambda device: 100_000)
-    with pytest.raises(UsageError, match="m.gguf take 0.0 GiB of memory, and 0.0 GiB are free; .* this one in Q4_K_M"):
-        load_target(path, device="cpu")
+    with pytest.raises(UsageError, match="m.gguf take 3.0 GiB of memory, and 1.0 GiB are free; .* this one in Q4_K_M"):
+        check_memory(file, 3 * GIB, GIB, cpu)
 
 
 @pytest.mark.parametrize(

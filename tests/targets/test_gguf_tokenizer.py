@@ -18,14 +18,14 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import generate_merges
 
+from blockdraft.chat_text import encode_chat
 from blockdraft.data.documents import tokenizer_fingerprint
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
 from blockdraft.targets import BUNDLED, TargetText, load_target, load_target_text, tokenizer_metadata
-from blockdraft.targets.gguf import tokenizer as tokenizer_module
-from blockdraft.targets.gguf.tokenizer import SPLITS, gguf_tokenizer, of_bytes
+from blockdraft.targets.gguf.tokenizer import SPLITS, end_ids, gguf_tokenizer
 from blockdraft.types import SamplingParams
 
 TEXTS = (
@@ -224,11 +224,67 @@ def test_answers_are_those_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_ends(tmp_path: Path) -> None:
-    """The token that the file names, and what is known to end answers, where it is a control token."""
+    """The token that the file names, and what is known to end answers."""
     path = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2")
     text, target = load_target_text(path), load_target(path, device="cpu", compile="off")
     assert text.eos_token_ids == target.eos_token_ids == {0, 2}  # <|endoftext|>, <|im_end|>
     assert (text.path, text.max_context, text.tokenizer_reason) == (path, 128, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "ends"),
+    [
+        ("<|endoftext|> <|im_start|> <|im_end|>", {"eos": 2}, [0, 2]),
+        ("a <|im_end|> <|fim_pad|> <|repo_name|> <|file_sep|> <|fim_prefix|>", {"eos": 1}, [1, 2, 3, 4]),
+        ("<fim_pad> <|fim_pad|> <reponame> <|end_of_text|>", {}, [1, 2, 3]),
+        ("a b c d <|fim_pad|>", {"fim_pad": 1, "fim_rep": 2, "fim_sep": 3}, [1, 2, 3]),
+        ("<|eot_id|> <|eom_id|> <|end_of_text|> a", {"eos": 2}, [0, 1, 2]),
+        ("<|end|> <|start|> <|message|>", {"eos": 0}, [0]),
+        ("<|end|> <|return|> <|call|>", {"eos": 1}, [1, 2]),
+        ("<eos> <end_of_turn> <turn|> <|tool_response>", {}, [0, 1, 2, 3]),
+        ("[EOS] [EOT] <EOT> _<EOT> <end_of_utterance> <｜end▁of▁sentence｜>", {}, [*range(6)]),
+        ("a b c d", {"eos": 1, "eot": 2, "eom": 3}, [1, 2, 3]),
+        ("a b", {"eos": 1, "eot": 7}, [1]),
+        ("", {"eos": 5}, [5]),
+    ],
+)
+@pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.NORMAL])
+def test_ends_of_families(tokens: str, keys: dict[str, int], ends: list[int], kind: TokenType) -> None:
+    """As in llama.cpp (ggml-org/llama.cpp#9606), by their text and whatever their type."""
+    metadata: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": number for key, number in keys.items()}
+    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": []}
+    metadata |= {"tokenizer.ggml.tokens": tokens.split(), "tokenizer.ggml.token_type": [kind] * len(tokens.split())}
+    assert end_ids(metadata) == ends
+    if tokens:
+        found = gguf_tokenizer(metadata)
+        assert found.decode(ends, skip_special_tokens=True) == ""  # as control tokens they are not shown
+
+
+def test_a_piece_of_html_ends_nothing() -> None:
+    """In Qwen's vocabulary </s> is text, in others a control token."""
+    for kind, ends in ((TokenType.NORMAL, [1]), (TokenType.CONTROL, [0, 1])):
+        tokens = {"tokens": ["</s>", "<|im_end|>"], "token_type": [kind, TokenType.CONTROL], "eos_token_id": 1}
+        assert end_ids({f"tokenizer.ggml.{key}": value for key, value in tokens.items()}) == ends
+
+
+def test_several_chat_templates(tmp_path: Path) -> None:
+    """One of them for tools, as folders have them."""
+    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b"], "merges": []}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    templates = {"default": "plain", "tool_use": "with tools", "rag": "with documents"}
+    named = {f"tokenizer.chat_template.{name}": text for name, text in templates.items() if name != "default"}
+    found = gguf_tokenizer(metadata | {"tokenizer.chat_template": "plain"} | named)
+    assert found.chat_template == templates
+    chat = [{"role": "user", "content": "a"}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert encode_chat(found, chat) == found("plain")["input_ids"]
+    assert found.apply_chat_template(chat, tools=tools, tokenize=False) == "with tools"
+    assert gguf_tokenizer(metadata | {"tokenizer.chat_template": "plain"}).chat_template == "plain"
+    assert gguf_tokenizer(metadata).chat_template is None
+    wanted = bundled_like("qwen2")
+    wanted.chat_template = templates
+    again, _ = tokenizer_metadata(as_text(wanted, 2), len(wanted), "qwen3")
+    assert gguf_tokenizer(again).chat_template == templates
 
 
 @pytest.mark.parametrize("pre", ["command-r", None])
@@ -329,18 +385,3 @@ def test_tokenizers_that_have_no_name() -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
     with pytest.raises(UsageError, match="is of the kind WordLevel; tokenizers of byte pairs"):
         tokenizer_metadata(as_text(words), 300, "qwen3")
-
-
-def test_a_vocabulary_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By transformers, which took as long as making it."""
-    made = []
-
-    def keep(*given: Any) -> Tokenizer:
-        made.append(of_bytes(*given))
-        return made[0]
-
-    monkeypatch.setattr(tokenizer_module, "of_bytes", keep)
-    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
-    found = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
-    assert isinstance(found, PreTrainedTokenizerFast)
-    assert found.backend_tokenizer is made[0] and found("abb")["input_ids"] == [2, 1]

@@ -15,7 +15,7 @@ from rich.text import Text
 from blockdraft.cli.display import new_table
 from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Engine
-from blockdraft.engine.text import AnswerText
+from blockdraft.engine.text import AnswerText, encode, end_token_ids
 from blockdraft.errors import counted
 from blockdraft.types import SamplingParams
 
@@ -27,8 +27,11 @@ SLOWER = 0.95  # speed-up below which drafting counts as slower
 
 def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
     """Print an answer as it comes, with accepted draft tokens in colour, and its statistics."""
-    chunks = engine.stream(prompt, params)  # raises for a bad request before anything is printed
-    end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
+    ids = encode(prompt, engine.target)
+    chunks = engine.stream(ids, params)  # raises for a bad request before anything is printed
+    ends = end_token_ids(params, engine.target)
+    text = AnswerText(engine.target.tokenizer, params.stop, prompt=ids, end_ids=ends)
+    end, summary = show_chunks(console, chunks, text)
     end.checked()
     summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")
     if note := drafter_note(engine):

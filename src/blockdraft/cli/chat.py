@@ -176,7 +176,8 @@ class Chat:
             return
         chunks: SimpleQueue[Chunk] = SimpleQueue()
         turn = conversation.ask(text, self._params, chunks.put)
-        answer = AnswerText(conversation.engine.target.tokenizer, self._params.stop)
+        tokenizer, request = conversation.engine.target.tokenizer, turn.request
+        answer = AnswerText(tokenizer, self._params.stop, prompt=request.prompt, end_ids=request.stop_ids)
         with _on_ctrl_c(turn.request.cancel):
             _, summary = show_chunks(self._console, _until_end(chunks), answer)
         completion = conversation.keep(turn)

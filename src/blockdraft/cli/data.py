@@ -125,7 +125,7 @@ def data(
     sampling: Annotated[
         SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)
     ] = WRITTEN.sampling,
-    how: Annotated[DataSettings, Only("length template_args split_turns continued batch_size")] = WRITTEN,
+    how: Annotated[DataSettings, Only("length template_args split_turns skip_faulty continued batch_size")] = WRITTEN,
     records: Annotated[RecordSettings, Only("split subset limit text_field prompt_field response_field", DATA)],
     as_json: AsJson = False,
 ) -> None:
@@ -143,7 +143,7 @@ def data(
             raise UsageError(f"--{name} is for our own engine; add --regenerate, without --server, or leave it out.")
 
     from blockdraft.data.folder import check_writable
-    from blockdraft.data.prepare import Preparation, RecordReader
+    from blockdraft.data.prepare import MOST_FAULTS, Preparation, RecordReader
     from blockdraft.data.records import check_sources
     from blockdraft.data.responders import EngineResponder, Responder, ServerResponder
     from blockdraft.drafters import load_drafter
@@ -162,15 +162,19 @@ def data(
     complaints.check()
     text = load_target_text(run.target or "bundled", run.revision)
     _set_template(text, template)
-    RecordReader(text, sources, records, settings).check_first()
+    tell("reading and checking the records ...")
+    checked = RecordReader(text, sources, records, settings).check()
     target = run.load(quantize=where.quantize) if writer == "target" else None
     if target is not None:
         _set_template(target, template)
         settings = replace(settings, author=target_fingerprint(target))
-    tell("reading and checking the records ...")
-    preparation = Preparation(out, target or text, sources, records, settings)
+    preparation = Preparation(out, target or text, sources, records, settings, checked)
     reader = preparation.reader
     tell(f"{counted(preparation.total, 'record')}, {preparation.missing} to do")
+    for place, fault in list(checked.faults.items())[:MOST_FAULTS]:
+        tell(f"skipped: {place}: {fault}")
+    if removed := preparation.writer.removed:
+        tell(f"The data of {counted(len(removed), 'record')} are left out, since the sources no longer hold them.")
     if records.limit is not None and preparation.total < records.limit:
         tell(f"There are fewer than the {counted(records.limit, 'record')} of --limit; add sources to have more.")
     if reader.continued is not None:
@@ -185,7 +189,7 @@ def data(
     arguments = {"sources": sources, "limit": records.limit, "split": records.split, "subset": records.subset}
 
     def interrupted() -> str:
-        done = f"{len(preparation.writer.done)} of {preparation.total} records"
+        done = f"{preparation.writer.finished} of {preparation.total} records"
         return f"Interrupted; {done} are kept in {out}. The same command goes on."
 
     with exit_on_interrupt(interrupted), display.progress("records") as progress:
@@ -201,6 +205,8 @@ def data(
     )
     if counts["cut"]:
         print(f"cut to {reader.length} tokens: {counted(counts['cut'], 'document')}")
+    if manifest["skipped"]:
+        print(f"skipped, cannot be used: {counted(manifest['skipped'], 'record')}")
     for reason, count in counts["left_out"].items():
         print(f"left out, {reason}: {counted(count, 'record')}")
 

@@ -121,6 +121,11 @@ class DecodingSettings(TargetSettings):
     kv_dtype: KVDtype | None = Field(
         None, description="Quantize the key/value cache: half the memory of bfloat16. For CPUs."
     )
+    max_context: Annotated[int | None, Flag("--max-model-len", metavar="TOKENS")] = Field(
+        None,
+        description="Maximum number of tokens of prompt and answer together; by default the model's, with the factor "
+        "by which its rotary embeddings are scaled.",
+    )
     round_drafters: Annotated[bool, Flag("--round-drafter/--keep-drafter")] = Field(
         True,
         description="Quantize the drafter like the target, to 8 bits next to a target in bfloat16, or to fewer after "
@@ -155,7 +160,7 @@ class DecodingSettings(TargetSettings):
         processors = os.cpu_count()
         if isinstance(self.threads, int) and processors and self.threads > processors:
             tell(f"--threads is {self.threads}, more than this machine's {processors} processors; it may be very slow.")
-        names = "adapter revision threads compile quantize kv_dtype round_drafters exact"
+        names = "adapter revision threads compile quantize kv_dtype max_context round_drafters exact"
         how = {name: getattr(self, name) for name in names.split()}
         target = load(self.target, self.dtype, self.device, self.backend, **how)
         set_template(target, template)

@@ -9,6 +9,10 @@ progress of making them.
     rows, cut            [D]      source record of each document; whether it was cut to the maximum length
     left_out             [K, 2]   records that gave no document, each with its reason, an index into `REASONS`
 
+Records are numbered in the order in which the folder met them. `records.safetensors` holds the key of each, a hash of
+its content, so that a record keeps its documents when others are changed. The manifest lists under `removed` the
+records that the sources no longer hold; their documents are not read.
+
 The folder passes through states: one after each shard, and one whenever it is finished. Each state has a fingerprint.
 The manifest lists them with their counts, so a reader of an earlier state can count what was added since.
 """
@@ -20,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST = "data.json"
+RECORDS = "records.safetensors"
 LOOPS = "repetitive response"
 REASONS = ("no supervised token", LOOPS, "prompt too long")
 SHARD_SECONDS = 120.0  # time between shards, and so the most work that a killed process loses
@@ -72,10 +76,15 @@ class TokenData(Sequence[Document]):
         self.finished: bool = manifest["finished"]
         self.tokenizer: str = manifest["tokenizer"]
         self._shards = shards
+        removed = set(manifest.get("removed") or ())
+        places = [
+            (record, number, i)
+            for number, shard in enumerate(shards)
+            for i, record in enumerate(shard["rows"].tolist())
+            if record not in removed
+        ]
         # Documents are sorted, because responses are written many at a time and end in any order.
-        records = torch.cat([shard["rows"] for shard in shards] or [torch.zeros(0, dtype=torch.int64)])
-        places = [(number, i) for number, shard in enumerate(shards) for i in range(len(shard["rows"]))]
-        self._places = [places[i] for i in records.argsort(stable=True).tolist()]
+        self._places = [(number, i) for _, number, i in sorted(places)]
         lengths = [shard["offsets"].diff().tolist() for shard in shards]
         self.lengths: list[int] = [lengths[number][i] for number, i in self._places]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from torch import tensor
 from blockdraft.data.chats import ChatEncoder, response_indices
 from blockdraft.data.documents import FORMAT, MANIFEST, Document, tokenizer_fingerprint
 from blockdraft.data.folder import check_writable, fingerprint, read_manifest
-from blockdraft.data.records import Message, Record, read_records
+from blockdraft.data.records import Chat, Message, Record, read_records
 from blockdraft.data.regenerate import Continuation, Conversation, Task, prompts_of, regenerate
 from blockdraft.data.responders import Responder
 from blockdraft.data.settings import CONTINUED, LONGEST, DataSettings, RecordSettings
@@ -24,7 +27,21 @@ from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.targets import Target, TargetText, without_tokenizer
 
+MOST_FAULTS = 20  # faulty records that are listed
 CHARACTERS = 4  # average number of characters of a token; sets the size of the pieces of a continued text
+
+
+@dataclass(frozen=True)
+class CheckedRecords:
+    """Result of `RecordReader.check`.
+
+    Attributes:
+        keys: Key of each record that can be used, which depends on its content.
+        faults: Faults of the other records by their places.
+    """
+
+    keys: list[int]
+    faults: dict[str, str]
 
 
 class RecordReader:
@@ -90,50 +107,77 @@ class RecordReader:
         prompts = "" if self._prompt_tokens else "; a {prompt} record is continued as a whole"
         return f"Without a chat template, the target continues the first {self.continued} tokens of each text{prompts}."
 
-    def records(self) -> Iterator[tuple[str, Record]]:
-        """Yield all records with their places. Raise as `read_records` does."""
-        piece = None
+    def check(self) -> CheckedRecords:
+        """Read and check all records: that they can be parsed, and that the chat template renders them.
+
+        Raises:
+            UsageError: A source cannot be read, no record or, without `skip_faulty`, not every record can be used, or
+                decoding would read the first record as other tokens.
+        """
+        faults, keys = dict[str, str](), list[int]()
+        for key, place, record in self.records(faults.setdefault):
+            if self._settings.writer == "text" and isinstance(record, Chat):
+                self.encoder.check()
+            try:
+                self._check(record)
+            except ValueError as error:
+                faults[place] = str(error)
+                continue
+            keys.append(key)
+            if self.continued is not None and len(keys) == 1:
+                self._check_prompt(self._continuation(record))
+        if faults and not (self._settings.skip_faulty and keys):
+            listed = [f"{place}: {fault}" for place, fault in itertools.islice(faults.items(), MOST_FAULTS)]
+            if len(faults) == 1 and keys:
+                raise UsageError(f"{listed[0].removesuffix('.')}. Add --skip-faulty to leave the record out.")
+            more = f"\n- and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
+            remedy = "; mend them, or add --skip-faulty to leave them out" if keys else ""
+            lines = "".join(f"\n- {line}" for line in listed)
+            raise UsageError(f"{len(faults)} of {len(faults) + len(keys)} records cannot be used{remedy}:{lines}{more}")
+        return CheckedRecords(keys, faults)
+
+    def records(self, on_fault: Callable[[str, str], object]) -> Iterator[tuple[int, str, Record]]:
+        """Yield key, place and content of all records that can be parsed. See `read_records` for `on_fault`."""
+        piece, times = None, Counter[bytes]()
         if self.continued is not None:
             piece = CHARACTERS * (self.continued + min(self._settings.sampling.max_new_tokens, self.length))
-        return read_records(self._sources, self._records, piece)
+        for place, record in read_records(self._sources, self._records, piece, on_fault):
+            content = [record.messages, record.tools] if isinstance(record, Chat) else record
+            digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).digest()
+            # Equal records are told apart by their order.
+            key = int.from_bytes(hashlib.sha256(digest + b"%d" % times[digest]).digest()[:8], "little", signed=True)
+            times[digest] += 1
+            yield key, place, record
 
-    def check(self, place: str, record: Record) -> None:
+    def _check(self, record: Record) -> None:
         """Raise UsageError unless a record can become a document or a prompt."""
         if self.continued is not None:
             return
-        if self._settings.writer != "text" and isinstance(record, str):
+        if self._settings.writer == "text":
+            if isinstance(record, str):
+                return
+            if any(message["content"] is None for message in record.messages):
+                raise UsageError("this is a prompt without a response; add --regenerate to generate one.")
+            for messages, last_only in self._parts(record):
+                self.encoder.render_chat(messages, record.tools, last_only)
+            return
+        if isinstance(record, str):
             raise UsageError(
-                f"{place}: this is a plain text, not a prompt; leave out --regenerate, or have "
-                "the target continue it with --continue N."
+                "this is a plain text, not a prompt; leave out --regenerate, or have the target continue it with "
+                "--continue N."
             )
-        if self._settings.writer == "text" and not isinstance(record, str):
-            if any(message["content"] is None for message in record):
-                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to generate one.")
-            self.encoder.check()
-
-    def check_first(self) -> None:
-        """Check and encode the first record, to find faults of all records before anything takes long.
-
-        Raises UsageError if it cannot be read or encoded, or if decoding would read it as other tokens.
-        """
-        place, record = next(self.records())
-        self.check(place, record)
-        try:
-            if self.continued is not None:
-                self._check_prompt(self._continuation(record))
-            elif self._settings.writer != "text":
-                self.task(record).next_prompt()
-            elif not isinstance(record, str):
-                list(self.documents(record))
-        except ValueError as error:
-            raise UsageError(f"{place}: {error}") from error
+        messages = list[Message]()
+        for part in prompts_of(record.messages):
+            messages += part
+            self.encoder.render_prompt(messages, record.tools)
+            messages.append({"role": "assistant", "content": "..."})
 
     def task(self, record: Record) -> Task:
         """Return the task that generates the responses of a record, or continues it."""
         if self.continued is not None:
             return self._continuation(record)
-        assert not isinstance(record, str)
-        return Conversation(prompts_of(record), self.encoder, self.length)
+        assert isinstance(record, Chat)
+        return Conversation(prompts_of(record.messages), self.encoder, self.length, record.tools)
 
     def documents(self, record: Record) -> Iterator[Document]:
         """Yield the documents of a record's own text, without those that have no supervised token."""
@@ -143,7 +187,12 @@ class RecordReader:
                 part = tensor(ids[begin : begin + self.length])
                 yield Document(part, part >= 0)
             return
-        for ids, written in self._encoded(record):
+        for messages, last_only in self._parts(record):
+            if last_only:
+                prompt, response = self.encoder.last_response(messages, record.tools)
+                ids, written = prompt + response, [False] * len(prompt) + [True] * len(response)
+            else:
+                ids, written = self.encoder.chat(messages, record.tools)
             if any(written[: self.length]):
                 yield Document(tensor(ids)[: self.length], tensor(written)[: self.length], len(ids) > self.length)
 
@@ -151,7 +200,7 @@ class RecordReader:
         if isinstance(record, str):
             text, most = record, self.continued
         else:
-            text, most = record[0]["content"], self._prompt_tokens
+            text, most = record.messages[0]["content"], self._prompt_tokens
         return Continuation(text, most, self.encoder.text, self.length)
 
     def _check_prompt(self, text: Continuation) -> None:
@@ -167,13 +216,12 @@ class RecordReader:
                 "from tokens that it never meets; give the target the tokenizer that it is used with."
             )
 
-    def _encoded(self, chat: list[Message]) -> Iterator[tuple[list[int], list[bool]]]:
+    def _parts(self, chat: Chat) -> Iterator[tuple[list[Message], bool]]:
+        """Yield the messages of each document of a chat, and whether only the last one is learned."""
         if not self._settings.split_turns:
-            yield self.encoder.chat(chat)
-            return
-        for i in response_indices(chat):
-            prompt, response = self.encoder.last_response(chat[: i + 1])
-            yield prompt + response, [False] * len(prompt) + [True] * len(response)
+            yield chat.messages, False
+        else:
+            yield from ((chat.messages[: i + 1], True) for i in response_indices(chat.messages))
 
 
 class Preparation:
@@ -183,14 +231,15 @@ class Preparation:
         folder: Folder of the data. A part of them that it holds is kept. If it holds finished data, records that were
             appended to the sources are added.
         target, sources, records, settings: See `RecordReader`.
+        checked: Result of `RecordReader.check` for the same arguments; None checks the records here.
 
     Attributes:
         reader: Reader of the records.
         total, missing: Number of records, and of those that still need work.
 
     Raises:
-        UsageError: As `RecordReader` does; also if a record has none of the accepted forms, the first record cannot be
-            encoded, or the folder cannot be written to or holds data made with other arguments or from other records.
+        UsageError: As `RecordReader` and its `check` do; also if the folder cannot be written to, or holds data made
+            with other arguments or from other records.
     """
 
     def __init__(
@@ -200,20 +249,16 @@ class Preparation:
         sources: Sequence[str],
         records: RecordSettings,
         settings: DataSettings,
+        checked: CheckedRecords | None = None,
     ) -> None:
         self.reader = RecordReader(target, sources, records, settings)
         self.settings = settings
         check_writable(folder)
         self.writer = DataWriter(folder, self.reader.identity)
-        self.reader.check_first()
-        manifest = self.writer.manifest or {"rows": 0, "digest": None}
-        self.total, self.digest, before = self._check_records(manifest["rows"])
-        if manifest["digest"] not in (None, before):
-            raise UsageError(
-                f"{folder} was made from {manifest['rows']} records, and the first {manifest['rows']} of these "
-                f"{self.total} differ from them; choose another folder for --out, or delete this one."
-            )
-        self.missing = self.total - len(self.writer.done)
+        self._checked = self.reader.check() if checked is None else checked
+        self._numbers = dict(zip(self._checked.keys, self.writer.numbers(self._checked.keys), strict=True))
+        self.total = len(self._numbers)
+        self.missing = self.total - self.writer.finished
 
     def run(
         self,
@@ -249,9 +294,11 @@ class Preparation:
         note: Callable[[str], None],
         facts: dict[str, Any],
     ) -> dict[str, Any]:
-        if not self.missing and self.writer.manifest and self.writer.manifest["finished"]:
-            return self.writer.manifest
-        self.writer.begin(rows=self.total, digest=self.digest, **facts)
+        known, skipped = self.writer.manifest, len(self._checked.faults)
+        unchanged = known and (known["removed"], known["skipped"]) == (self.writer.removed, skipped)
+        if known and known["finished"] and unchanged and not self.missing:
+            return known
+        self.writer.begin(rows=self.total, skipped=skipped, **facts)
         began, done = time.monotonic(), 0
 
         def report() -> None:
@@ -279,17 +326,8 @@ class Preparation:
             self.writer.flush()
         return self.writer.finish()
 
-    def _check_records(self, known: int) -> tuple[int, str, str]:
-        """Check all records. Return their number, their digest, and the digest of the first `known` of them."""
-        digest, before, count = hashlib.sha256(), "", 0
-        for place, record in self.reader.records():
-            self.reader.check(place, record)
-            digest.update(json.dumps(record, sort_keys=True).encode())
-            count += 1
-            before = digest.hexdigest()[:16] if count == known else before
-        return count, digest.hexdigest()[:16], before
-
     def _missing_records(self) -> Iterator[tuple[int, str, Record]]:
-        for number, (place, record) in enumerate(self.reader.records()):
-            if number not in self.writer.done:
+        for key, place, record in self.reader.records(lambda place, fault: None):
+            number = self._numbers.get(key)
+            if number is not None and number not in self.writer.done:
                 yield number, place, record

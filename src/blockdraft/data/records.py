@@ -1,9 +1,11 @@
-"""Records of conversations or text, read by the `datasets` library from files, folders or the hub."""
+"""Records of conversations or text, read from JSON, text files and what the `datasets` library reads."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,12 +13,26 @@ from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import Complaints, UsageError
 
 Message: TypeAlias = dict[str, Any]
-# A text, or the messages of a chat. The content of a response is None if it is still to be written.
-Record: TypeAlias = "str | list[Message]"
 
-ROLES = {"human": "user", "gpt": "assistant"} | {
-    role: role for role in ("system", "developer", "user", "assistant", "tool")
-}
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages of a conversation, as chat templates take them.
+
+    Attributes:
+        messages: Messages with `role` and `content`, a text. The content of a response is None if it is still to be
+            written. A response of `weight` 0 is context and not learned.
+        tools: OpenAI's function tools, which the assistant may call.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+Record: TypeAlias = "str | Chat"
+
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool"}
+ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 KINDS |= dict.fromkeys((".gz", ".zst", ".bz2", ".xz"), "json")
 ACCEPTED = (
@@ -24,9 +40,18 @@ ACCEPTED = (
     '{"turns": ["prompt", ...]} or {"text"}'
 )
 
+END = object()
+
+
+def raise_fault(place: str, fault: str) -> None:
+    raise UsageError(f"{place}: {fault}")
+
 
 def read_records(
-    sources: Sequence[str], settings: RecordSettings, piece: int | None = None
+    sources: Sequence[str],
+    settings: RecordSettings,
+    piece: int | None = None,
+    on_fault: Callable[[str, str], object] = raise_fault,
 ) -> Iterator[tuple[str, Record]]:
     """Read the records of all sources, one source after the other, each with its place for error messages.
 
@@ -35,16 +60,21 @@ def read_records(
             dataset, or names on the hub.
         piece: Characters of a piece. Given when texts are continued without a chat template: records are then those of
             `parse_for_continuation`, and each piece of a text is a record.
+        on_fault: Called with the place and the fault of a record that has none of the accepted forms. If it returns,
+            the record is skipped.
 
     Raises:
         UsageError: A source cannot be read, or a record has none of the accepted forms.
     """
 
-    def parsed(place: str, raw: dict[str, Any]) -> Iterator[tuple[str, Record]]:
+    def parsed(place: str, raw: Any) -> Iterator[tuple[str, Record]]:
         try:
+            if isinstance(raw, UsageError):
+                raise raw
             record = parse_record(raw, settings) if piece is None else parse_for_continuation(raw, settings)
         except ValueError as error:
-            raise UsageError(f"{place}: {error}") from error
+            on_fault(place, str(error))
+            return
         pieces = [record] if piece is None or not isinstance(record, str) else pieces_of(record, piece)
         for number, part in enumerate(pieces, 1):
             yield place if number == 1 else f"{place}, piece {number}", part
@@ -62,15 +92,17 @@ def check_sources(sources: Sequence[str], settings: RecordSettings) -> None:
     complaints = Complaints()
     for source in filter(_names_file, sources):
         with complaints.noting():
-            next(read_records([source], settings))
+            next(read_records([source], settings, on_fault=lambda place, fault: None), None)
     complaints.check()
 
 
-def parse_record(raw: dict[str, Any], settings: RecordSettings) -> Record:
-    """Parse the fields of a record into a text or a chat. Raise UsageError if it has none of the accepted forms.
+def parse_record(raw: Any, settings: RecordSettings) -> Record:
+    """Parse a record, an object of JSON, into a text or a chat. Raise UsageError if it has none of the accepted forms.
 
-    Fields that are None count as absent, because `datasets` fills absent fields with None.
+    Fields that are None count as absent, because Parquet files fill absent fields with None.
     """
+    if not isinstance(raw, dict):
+        raise UsageError(f"it is {_short(raw)}; a record is a JSON object.")
     present = {name: value for name, value in raw.items() if value is not None}
     if settings.text_field is not None:
         return _text(present, settings.text_field)
@@ -78,9 +110,10 @@ def parse_record(raw: dict[str, Any], settings: RecordSettings) -> Record:
     if settings.prompt_field is None and settings.response_field is None:
         for name in ("messages", "conversations"):
             if name in present:
-                return _chat(name, present[name])
+                return _chat(name, present[name], present.get("tools"))
         if "turns" in present:
-            return [message for text in _list("turns", present["turns"]) for message in _pair(_text({"turns": text}))]
+            texts = [_text({"turns": text}, "turns") for text in _list("turns", present["turns"])]
+            return Chat([message for text in texts for message in _pair(text)])
         if "prompt" not in present and "text" in present:
             return _text(present, "text")
     if prompt not in present:
@@ -90,10 +123,10 @@ def parse_record(raw: dict[str, Any], settings: RecordSettings) -> Record:
         )
     if response not in present and (settings.response_field is not None or "completion" in present):
         raise UsageError(f"it has the fields {sorted(present)} and no {response!r}; name it by --response-field.")
-    return _pair(_text(present, prompt), _text(present, response) if response in present else None)
+    return Chat(_pair(_text(present, prompt), _text(present, response) if response in present else None))
 
 
-def parse_for_continuation(raw: dict[str, Any], settings: RecordSettings) -> Record:
+def parse_for_continuation(raw: Any, settings: RecordSettings) -> Record:
     """Parse a record whose text will be continued as it is: a text, or a prompt as the only message of a user.
 
     Raises UsageError if the record has none of the accepted forms, or is a chat.
@@ -102,14 +135,15 @@ def parse_for_continuation(raw: dict[str, Any], settings: RecordSettings) -> Rec
     if isinstance(record, str):
         return record
     named = settings.prompt_field is not None or settings.response_field is not None
-    if len(record) > 2 or (not named and any(raw.get(name) is not None for name in ("messages", "conversations"))):
+    is_chat = any(raw.get(name) is not None for name in ("messages", "conversations"))
+    if len(record.messages) > 2 or (not named and is_chat):
         raise UsageError(
             "this is a chat, whose roles only a chat template can spell, and none is used here (the target has none, "
             'or --continue does without). Give {"text"} or {"prompt"} records or .txt files to have them continued. '
             "To generate the responses of chats, leave out --continue, and add --chat-template FILE if the target has "
             "none."
         )
-    return record[:1]
+    return Chat(record.messages[:1])
 
 
 def pieces_of(text: str, size: int) -> Iterator[str]:
@@ -133,47 +167,102 @@ def _pair(prompt: str, response: str | None = None) -> list[Message]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
-def _chat(name: str, value: Any) -> list[Message]:
-    chat = [_message(name, message) for message in _list(name, value)]
+def _chat(name: str, messages: Any, tools: Any) -> Chat:
+    chat = [_message(name, i, message) for i, message in enumerate(_list(name, messages))]
     if not any(message["role"] == "user" for message in chat):
         raise UsageError(f'"{name}" holds no message of a user; a conversation needs one.')
-    return chat
+    tools = _from_json("tools", tools)
+    if not tools:
+        return Chat(chat)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UsageError(f'"tools" is {_short(tools)}; it must be a list of tools.')
+    return Chat(chat, [_tool(tool.get("function", tool)) for tool in tools])
 
 
-def _message(name: str, raw: Any) -> Message:
+def _tool(function: Any) -> dict[str, Any]:
+    """Return a tool as the server passes it to chat templates."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f'"tools" holds {_short(function)}; a tool needs a function with a name.')
+    names = ("name", "description", "parameters")
+    present = {name: function[name] for name in names if function.get(name) is not None}
+    return {"type": "function", "function": present}
+
+
+def _message(name: str, index: int, raw: Any) -> Message:
     if not isinstance(raw, dict):
-        raise UsageError(f'"{name}" holds {raw!r}; it must be a list of messages.')
+        raise UsageError(f'"{name}" holds {_short(raw)}; it must be a list of messages.')
     present = {key: value for key, value in raw.items() if value is not None}
     role = present.pop("role", None) or present.pop("from", None)
     content = present.pop("content", None) if "content" in present else present.pop("value", None)
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise UsageError(f"a message has the role {role!r}; it must be one of {', '.join(sorted(ROLES))}.")
-    if not isinstance(content, str):
-        raise UsageError(f"a message has the content {content!r}; it must be a text.")
-    return {"role": ROLES[role], "content": content, **present}
+    if role == "function_call":
+        present["tool_calls"], content = [_from_json("a function_call", content)], ""
+    if "tool_calls" in present:
+        calls = _list("tool_calls", present["tool_calls"])
+        present["tool_calls"] = [_tool_call(call, f"call_{index}_{number}") for number, call in enumerate(calls)]
+        content = "" if content is None else content
+    if "reasoning" in present:
+        present.setdefault("reasoning_content", present.pop("reasoning"))
+    return {"role": ROLES[role], "content": _content(content), **present}
+
+
+def _content(content: Any) -> str:
+    """Return the text of a content, which may be a list of parts."""
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"a message has the content {_short(content)}; it must be a text.")
+    return "\n".join(texts)
+
+
+def _tool_call(raw: Any, default_id: str) -> dict[str, Any]:
+    """Return a tool call as the server passes it to chat templates."""
+    function = raw.get("function", raw) if isinstance(raw, dict) else raw
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f"a message has the tool call {_short(raw)}; it needs a function with a name.")
+    arguments = _from_json("the arguments of a tool call", function.get("arguments") or {})
+    if not isinstance(arguments, dict):
+        raise UsageError(f"a message calls {function['name']} with {_short(arguments)}; give an object.")
+    call_id = raw.get("id") or default_id
+    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _from_json(name: str, value: Any) -> Any:
+    """Return a value, parsed if it is a text of JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name} is {_short(value)}, which is no JSON ({error}).") from error
 
 
 def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise UsageError(f'"{name}" is {value!r}; it must be a list that is not empty.')
+        raise UsageError(f'"{name}" is {_short(value)}; it must be a list that is not empty.')
     return value
 
 
-def _text(present: dict[str, Any], name: str = "turns") -> str:
+def _text(present: dict[str, Any], name: str) -> str:
     value = present.get(name)
     if not isinstance(value, str):
-        raise UsageError(f'"{name}" is {"absent" if value is None else repr(value)}; it must be a text.')
+        raise UsageError(f'"{name}" is {"absent" if value is None else _short(value)}; it must be a text.')
     return value
 
 
-def _numbered(source: str, settings: RecordSettings) -> Iterator[tuple[str, dict[str, Any]]]:
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _numbered(source: str, settings: RecordSettings) -> Iterator[tuple[str, Any]]:
+    """Yield the raw records of a source, each with its place. A line that is no JSON is a UsageError instead."""
     records = iter(_open(source, settings))
     for number in itertools.count(1):
         try:
-            record = next(records, None)
+            record = next(records, END)
         except UsageError:
             raise
-        except Exception as error:  # pyarrow, json, the hub and others raise their own kinds
+        except Exception as error:  # pyarrow, fsspec, the hub and others raise their own kinds
             if "utf-8" in str(error).lower():
                 raise UsageError(
                     f"{source} is no UTF-8 text, at record {number} or after it ({error}); convert it to UTF-8."
@@ -181,19 +270,16 @@ def _numbered(source: str, settings: RecordSettings) -> Iterator[tuple[str, dict
             raise UsageError(
                 f"{source} cannot be read, at record {number} or after it ({error}); repair it, or leave it out."
             ) from error
-        if record is None:
+        if record is END:
             if number == 1:
                 raise UsageError(f"{source} holds no records; give another source.")
             return
         yield f"{source}, record {number}", record
 
 
-def _open(source: str, settings: RecordSettings) -> Iterable[dict[str, Any]]:
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise UsageError("Reading data needs the package `datasets`; run pip install 'blockdraft[train]'.") from error
-    path, kind = Path(source), KINDS.get(Path(source).suffix)
+def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
+    path = Path(source)
+    kind = KINDS.get(path.suffix.lower())
     if not path.exists() and _names_file(source):
         raise UsageError(f"There is no {source}; give .jsonl, .json, .parquet or .txt files, or a dataset.")
     if path.is_file() and path.stat().st_size == 0:
@@ -202,6 +288,12 @@ def _open(source: str, settings: RecordSettings) -> Iterable[dict[str, Any]]:
         return map(_text_record, texts)
     if path.is_file() and kind is None:
         raise UsageError(f"{source} is of no known kind; give .jsonl, .json, .parquet or .txt files, or a dataset.")
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise UsageError("Reading data needs the package `datasets`; run pip install 'blockdraft[train]'.") from error
+    if path.is_file() and kind == "json":
+        return _json_records(source)
     # No progress bars of its own and no warnings about the hub; errors say what is wrong.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -215,18 +307,61 @@ def _open(source: str, settings: RecordSettings) -> Iterable[dict[str, Any]]:
         else:
             # Records are read twice, so a whole dataset on the hub is better downloaded once.
             streaming = path.exists() or settings.limit is not None
+            builder = datasets.load_dataset_builder(source, settings.subset)
+            if builder.__module__.endswith(".json") and settings.split in (builder.config.data_files or ()):
+                files = [str(file) for file in builder.config.data_files[settings.split]]
+                files = files if streaming else datasets.DownloadManager().download_and_extract(files)
+                return itertools.chain.from_iterable(map(_json_records, files))
             dataset = datasets.load_dataset(source, settings.subset, split=settings.split, streaming=streaming)
     except Exception as error:  # `datasets` raises many kinds
         raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
-    records: Iterable[dict[str, Any]] = dataset
-    return records
+    return map(_without_nulls, dataset)
+
+
+def _json_records(file: str) -> Iterator[Any]:
+    """Yield the values of a JSON-lines file, or of a JSON array. A line that is no JSON is yielded as a UsageError.
+
+    `datasets` would add the missing fields of nested objects as nulls, and turn texts such as dates into other types.
+    """
+    import fsspec  # type: ignore[import-untyped]
+
+    def values(text: bytes) -> list[Any]:
+        value = json.loads(text)
+        return value if isinstance(value, list) else [value]
+
+    with fsspec.open(file, "rb", compression="infer") as opened:
+        first = opened.readline().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+        lines: Iterable[bytes] = itertools.chain([first], opened)
+        try:
+            json.loads(first)
+        except (ValueError, RecursionError):  # several lines make one value, or the line is wrong
+            whole = first + opened.read()
+            try:
+                yield from values(whole)
+                return
+            except (ValueError, RecursionError):
+                lines = whole.splitlines()
+        for line in lines:
+            try:
+                yield from values(line) if line.strip() else ()
+            except UnicodeDecodeError:
+                raise
+            except (ValueError, RecursionError) as error:
+                yield UsageError(f"it is no JSON ({error}).")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are None, which Parquet files add to objects with other fields."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _names_file(source: str) -> bool:
     """Return whether a source is a file or folder, or looks like a missing one; else it is a hub name."""
     path = Path(source)
     # A name on the hub may have dots too, but there is no local folder of its first part.
-    looks = path.suffix in (*KINDS, ".txt") or source.startswith((".", "~")) or path.is_absolute()
+    looks = path.suffix.lower() in (*KINDS, ".txt") or source.startswith((".", "~")) or path.is_absolute()
     return path.exists() or looks or (path.suffix != "" and path.parent.is_dir())
 
 
@@ -234,12 +369,12 @@ def _text_files(path: Path) -> list[Path]:
     """Return the file itself if it is a text file, the files of a folder of text files, else none."""
     files = sorted(path.rglob("*") if path.is_dir() else [path])
     files = [file for file in files if file.is_file()]
-    return files if all(file.suffix == ".txt" for file in files) else []
+    return files if all(file.suffix.lower() == ".txt" for file in files) else []
 
 
 def _text_record(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); convert it to UTF-8."

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import arange, tensor
 
@@ -34,6 +35,7 @@ class Task(ABC):
 
     Attributes:
         messages: The chat so far; empty if a text is continued.
+        tools: Tools that the assistant may call.
         documents: Finished documents.
         reason: Reason for which it ended before its first response; None if it did not.
         looped: Whether the last response is repetitive. It is kept up to where the repetition begins.
@@ -41,6 +43,7 @@ class Task(ABC):
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.tools: list[dict[str, Any]] | None = None
         self.documents: list[Document] = []
         self.reason: str | None = None
         self.looped = False
@@ -64,14 +67,27 @@ class Task(ABC):
 class Conversation(Task):
     """A chat whose responses are generated turn by turn.
 
+    Args:
+        prompts: Messages before each response; see `prompts_of`.
+        encoder: Encoder of chats.
+        length: Maximum number of tokens of a document.
+        tools: Tools that the assistant may call.
+
     Attributes:
         documents: Finished documents. Turns share a document as long as the template's next prompt begins with exactly
             the tokens so far. Otherwise, for instance because the template drops earlier reasoning, the turn begins a
             new document.
     """
 
-    def __init__(self, prompts: list[list[Message]], encoder: ChatEncoder, length: int) -> None:
+    def __init__(
+        self,
+        prompts: list[list[Message]],
+        encoder: ChatEncoder,
+        length: int,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
         super().__init__()
+        self.tools = tools
         self._parts, self._encoder, self._length = prompts, encoder, length
         self._ids: list[int] = []
         self._written: list[bool] = []
@@ -80,7 +96,7 @@ class Conversation(Task):
     def next_prompt(self) -> list[int] | None:
         if self._parts:
             self.messages += self._parts.pop(0)
-            self._prompt = self._encoder.prompt(self.messages)
+            self._prompt = self._encoder.prompt(self.messages, self.tools)
             if len(self._prompt) < self._length:
                 return self._prompt
             self.reason = "prompt too long"
@@ -99,7 +115,7 @@ class Conversation(Task):
                 f"{len(prompt)} other ones; have it use the same model, or give --chat-template or --template-args."
             )
         if ids is None:
-            prompt, ids = self._encoder.last_response(self.messages)
+            prompt, ids = self._encoder.last_response(self.messages, self.tools)
             if response.reasoning and response.reasoning.strip() not in self._encoder.decode(ids):
                 raise UsageError(
                     "The server reports reasoning apart from the response, and the target's chat template drops it; "
@@ -129,7 +145,7 @@ class Conversation(Task):
 def prompts_of(messages: Sequence[Message]) -> list[list[Message]]:
     """Return the messages before each response that is to be generated, without the responses themselves.
 
-    The last message of a user gets a response too.
+    The last message of a user gets a response too. Responses of weight 0 are kept before later ones.
     """
     parts: list[list[Message]] = [[]]
     replaced = response_indices(messages)
@@ -138,6 +154,8 @@ def prompts_of(messages: Sequence[Message]) -> list[list[Message]]:
             parts[-1].append(message)
         elif parts[-1]:
             parts.append([])
+    while parts[-1] and parts[-1][-1]["role"] == "assistant":
+        parts[-1].pop()
     return [part for part in parts if part]
 
 
@@ -170,7 +188,7 @@ class Continuation(Task):
         most = self._most
         self.begun = self._text if most is None else beginning(self._text, most, self._encode)
         self._prompt = self._encode(self.begun)
-        if len(self._prompt) < self._length:
+        if self.begun and len(self._prompt) < self._length:
             return self._prompt
         self.reason = "prompt too long"
         return None
@@ -198,10 +216,7 @@ def beginning(text: str, most: int, encode: Callable[[str], list[int]]) -> str:
 
     It ends with a whole word, or, where words are far too long, as in a script without spaces, with a character. The
     tokens counted are those of the beginning alone, as decoding would read it, and not the first ones of the whole
-    text: a tokenizer may join characters on both sides of the cut.
-
-    Raises:
-        UsageError: Even the first character has more tokens.
+    text: a tokenizer may join characters on both sides of the cut. It is empty if even the first character has more.
     """
     text = text[: TOKEN_CHARACTERS * most]
     if len(encode(text)) <= most:
@@ -212,8 +227,6 @@ def beginning(text: str, most: int, encode: Callable[[str], list[int]]) -> str:
         longest = max(longest, text[: ends[count - 1]] if count else "", key=len)
         if longest and 2 * len(encode(longest)) >= most:
             break
-    if not longest:
-        raise UsageError(f"the text has no beginning of {most} tokens or less; have more of it continued.")
     return longest
 
 
@@ -268,7 +281,7 @@ def regenerate(
             return
         seed = (((params.seed or 0) * 1_000_003 + key) * 1_009 + len(task.messages)) % 2**31
         most = min(params.max_new_tokens, length - len(prompt))
-        responder.submit(key, task.messages, prompt, replace(params, max_new_tokens=most, seed=seed))
+        responder.submit(key, task.messages, prompt, replace(params, max_new_tokens=most, seed=seed), task.tools)
 
     def count(task: Task) -> None:
         nonlocal finished, looped, noted

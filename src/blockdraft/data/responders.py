@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from blockdraft.data.chats import Tools
 from blockdraft.data.records import Message
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.engine import Chunk, Engine, Request, loops
@@ -52,13 +54,16 @@ class Responder(Protocol):
 
     at_once: int
 
-    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(
+        self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams, tools: Tools = None
+    ) -> None:
         """Submit a prompt.
 
         Args:
             key: Identifies the response in `responses`.
             messages: Chat of the prompt; empty if the prompt is a text that is continued without a chat template.
             prompt: Token ids of the prompt.
+            tools: Tools of the chat.
         """
 
     def responses(self) -> list[tuple[int, Response]]:
@@ -78,7 +83,9 @@ class EngineResponder:
         self._loops: dict[int, int] = {}  # number of tokens after which a response was repetitive
         self._ended: SimpleQueue[int] = SimpleQueue()
 
-    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(
+        self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams, tools: Tools = None
+    ) -> None:
         token_ids, checked = list[int](), 0
 
         def receive(chunk: Chunk) -> None:
@@ -137,8 +144,10 @@ class ServerResponder:
         self._running: dict[Future[Response], int] = {}
         self._closing = Event()
 
-    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
-        body = {
+    def submit(
+        self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams, tools: Tools = None
+    ) -> None:
+        body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
@@ -146,8 +155,13 @@ class ServerResponder:
             "seed": params.seed,
             "return_token_ids": True,  # an extension of vLLM, which other servers ignore
             **({"top_k": params.top_k} if params.top_k else {}),
-            **({"messages": list(messages), **self._extra} if messages else {"prompt": prompt}),
         }
+        if messages:
+            body |= {"messages": [_sent(message) for message in messages], **self._extra}
+        else:
+            body["prompt"] = prompt
+        if tools:  # the text of a call is wanted, not a parsed call
+            body |= {"tools": tools, "tool_choice": "none"}
         self._running[self._pool.submit(self._request, "chat/completions" if messages else "completions", body)] = key
 
     def responses(self) -> list[tuple[int, Response]]:
@@ -179,6 +193,19 @@ class ServerResponder:
             f"{self._url} did not answer after {RETRIES + 1} tries ({reason}); check that the server runs, then run "
             "the command again to go on."
         )
+
+
+def _sent(message: Message) -> Message:
+    """Return a message as OpenAI's API takes it, with the arguments of tool calls as text."""
+    sent = {name: value for name, value in message.items() if name != "weight"}
+    if "tool_calls" in sent:
+        functions = [call["function"] for call in sent["tool_calls"]]
+        texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": text}}
+            for call, text in zip(sent["tool_calls"], texts, strict=True)
+        ]
+    return sent
 
 
 def _parsed(response: Any, url: str) -> Response:

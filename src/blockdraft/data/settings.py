@@ -62,6 +62,11 @@ class DataSettings:
     writer: Literal["text", "target", "server"] = Field(
         "text", description='Writer of the responses: the records themselves ("text"), our engine, or a server.'
     )
+    skip_faulty: bool = Field(
+        False,
+        description="Skip and count records that cannot be used, such as chats that the chat template refuses. "
+        "Otherwise they are listed, and nothing is made.",
+    )
     continued: Annotated[Count | None, Flag("--continue")] = Field(
         None,
         description="Let the target continue plain texts from their first N tokens, without a chat template. By "

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from blockdraft.data.documents import (
     FORMAT,
     MANIFEST,
     REASONS,
+    RECORDS,
     SHARD_SECONDS,
     Document,
     TokenData,
@@ -24,7 +25,7 @@ from blockdraft.data.documents import (
     shard_sizes,
     states_of,
 )
-from blockdraft.data.folder import check_free, make_folder, read_manifest, write_file
+from blockdraft.data.folder import check_free, fingerprint, make_folder, read_manifest, write_file
 from blockdraft.errors import UsageError
 
 SHARD_TOKENS = 2**24
@@ -39,6 +40,7 @@ class DataWriter:
 
     Attributes:
         done: Numbers of the source records that need no more work.
+        removed: Numbers of those that the sources no longer hold.
         supervised: Number of supervised tokens added in this run.
 
     Raises:
@@ -66,13 +68,46 @@ class DataWriter:
             for shard in self._shards.values()
             for record in shard["rows"].tolist() + shard["left_out"][:, 0].tolist()
         }
+        self.removed: list[int] = (self.manifest or {}).get("removed", [])
+        self._keys: list[int] = []
+        if (folder / RECORDS).exists():
+            self._keys = load_file(folder / RECORDS)["keys"].tolist()
         self.supervised = 0
         self._clear()
+
+    def numbers(self, keys: Iterable[int]) -> list[int]:
+        """Return the numbers of the source records with these keys. A record keeps its number in later runs.
+
+        Raises:
+            UsageError: The folder holds none of these records, but others.
+        """
+        if self.done and not self._keys:
+            raise UsageError(f"{self.folder} does not say which records it holds; choose another folder for --out.")
+        known = {key: number for number, key in enumerate(self._keys)}
+        numbers = [known.setdefault(key, len(known)) for key in keys]
+        self._keys = list(known)
+        self.removed = sorted(self.done.difference(numbers))
+        if self.done and len(self.removed) == len(self.done):
+            raise UsageError(
+                f"{self.folder} holds {len(self.done)} records, and these sources hold none of them; choose another "
+                "folder for --out, or delete this one."
+            )
+        return numbers
+
+    @property
+    def finished(self) -> int:
+        """Number of records of the sources that need no more work."""
+        return len(self.done) - len(self.removed)
 
     def begin(self, **facts: Any) -> None:
         """Mark the folder as unfinished, and add these facts to its manifest."""
         make_folder(self.folder)
-        self._record(self._chained(), finished=False, **facts)
+        if self._keys:
+            write_file(self.folder / RECORDS, save({"keys": torch.tensor(self._keys)}))
+        if self.manifest is not None and self.removed != self.manifest.get("removed", []):
+            # Documents disappear from the data or come back, so that no earlier state is a part of it.
+            self.manifest |= {"fingerprint": fingerprint([self.manifest["fingerprint"], self.removed]), "states": []}
+        self._record(self._chained(), finished=False, removed=self.removed, **facts)
 
     def add(self, record: int, documents: Sequence[Document], reason: str | None = None) -> None:
         """Add the documents of a source record.
@@ -134,16 +169,20 @@ class DataWriter:
         return self._record(digest.hexdigest()[:16], finished=True)
 
     def _counts(self) -> dict[str, Any]:
-        shards = list(self._shards.values())
-        reasons = Counter(int(i) for shard in shards for i in shard["left_out"][:, 1])
-        return {
-            "rows": len(self.done),
-            "documents": sum(len(shard["rows"]) for shard in shards),
-            "tokens": sum(len(shard["tokens"]) for shard in shards),
-            "supervised": sum(int(shard["supervised"].sum()) for shard in shards),
-            "cut": sum(int(shard["cut"].sum()) for shard in shards),
-            "left_out": {REASONS[i]: count for i, count in sorted(reasons.items())},
-        }
+        removed = torch.tensor(self.removed, dtype=torch.int64)
+        counts, reasons = Counter[str](documents=0, tokens=0, supervised=0, cut=0), Counter[int]()
+        for shard in self._shards.values():
+            present, left_out = ~torch.isin(shard["rows"], removed), shard["left_out"]
+            reasons.update(left_out[~torch.isin(left_out[:, 0], removed), 1].tolist())
+            counts["documents"] += int(present.sum())
+            counts["tokens"] += int(shard["offsets"].diff()[present].sum())
+            counts["cut"] += int(shard["cut"][present].sum())
+            counts["supervised"] += int(shard["supervised"].sum())
+            for i in (~present).nonzero().flatten().tolist():
+                begin, end = shard["offsets"][i : i + 2].tolist()
+                counts["supervised"] -= int(shard["supervised"][begin:end].sum())
+        by_reason = {REASONS[i]: count for i, count in sorted(reasons.items())}
+        return {"rows": self.finished, **counts, "left_out": by_reason}
 
     def _chained(self) -> str | None:
         """Return the fingerprint of an unfinished state, from that of the state before it and the shards added since.

@@ -196,7 +196,7 @@ class Sampler:
         for index, prompt in enumerate(prompts):
             ids = self._checked(prompt)
             max_length = len(ids) + self.settings.max_new_tokens
-            output = self._output(self._params.stop)
+            output = self._output(self._params.stop, ids)
             sequences.append(
                 ActiveSequence(index, [*ids], max_length, self._generator(index), output, emitted=len(ids))
             )
@@ -253,8 +253,8 @@ class Sampler:
     def _generator(self, index: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed + index)
 
-    def _output(self, stop: Sequence[str] = ()) -> AnswerText:
-        return AnswerText(self.model.text.tokenizer, stop)
+    def _output(self, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> AnswerText:
+        return AnswerText(self.model.text.tokenizer, stop, prompt=prompt)
 
     def _run(self, sequences: list[ActiveSequence], watch: Watch | None) -> Iterator[Chunk]:
         self.inputs = [[*sequence.tokens] for sequence in sequences]

@@ -102,9 +102,9 @@ def _encoded(record: Record, encoder: ChatEncoder) -> tuple[list[int], list[bool
     if isinstance(record, str):
         ids = encoder.text(record)
         return ids, [True] * len(ids)
-    if any(message["content"] is None for message in record):
+    if any(message["content"] is None for message in record.messages):
         raise UsageError("this is a prompt without a response, so there is nothing to predict.")
-    return encoder.chat(record)
+    return encoder.chat(record.messages, record.tools)
 
 
 class PackedTexts:

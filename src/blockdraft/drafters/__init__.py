@@ -36,7 +36,7 @@ from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import drafter_modules
-from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab
+from blockdraft.targets import Target, causal_lm, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
 
 PAIR = TINY  # folder of the bundled target's drafters
@@ -121,9 +121,9 @@ def load_drafter(
     """Load the drafter of a target.
 
     Args:
-        path: Folder, GGUF file or hub name of a drafter, folder of a smaller language model with the target's tokens,
-            or name of a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head in the target's
-            folder).
+        path: Folder, GGUF file or hub name of a drafter, folder or GGUF file of a smaller language model with the
+            target's tokens, or name of a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head
+            in the target's folder).
             None or "bundled" is the drafter of `bundled_for`, else that of the bundled target, which also fits models
             made from it. For a model of the catalogue without a bundled drafter, None is "prompt_lookup".
             "bundled-dflash" is the bundled target's DFlash drafter. Several drafters joined by +, such as
@@ -184,7 +184,10 @@ def check_place(path: str | Path) -> None:
     for member in joined(path):
         if member not in names():
             folder = drafter_path(member)
-            kind_in(open_gguf(folder)) if is_gguf(folder) else _read_folder(folder, member)
+            if not is_gguf(folder):
+                _read_folder(folder, member)
+            elif causal_lm(header := open_gguf(folder)) is None:
+                kind_in(header)
 
 
 def drafter_path(drafter: str | Path) -> Path:
@@ -280,6 +283,8 @@ def _suggest_bundled(target: Target) -> str:
 def _read_gguf(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
     """Return the architecture of a GGUF file, as in a config.json, and the target that it was trained for."""
     header = open_gguf(file)
+    if (name := causal_lm(header)) is not None:
+        return {"architectures": [name]}, None
     config_class = type(drafter_config(header, target.num_layers))
     return {"architectures": [kind_in(header).configs()[config_class]]}, gguf_trained(header).target
 

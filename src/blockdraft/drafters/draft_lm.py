@@ -20,6 +20,7 @@ from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
 from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache, SequenceState
 from blockdraft.targets import Target, load_target
@@ -281,7 +282,8 @@ def acceptance_probs_of(logits: Tensor, draft_tokens: Tensor) -> Tensor:
 def load(path: Path, target: Target, device: torch.device | None = None) -> DraftLMDrafter:
     """Load a draft model onto the target's device, or onto another one in its default dtype."""
     device = target.device if device is None else device
-    dtype = target.dtype if device.type == target.device.type else None
+    # A GGUF file has a dtype of its own.
+    dtype = target.dtype if device.type == target.device.type and not is_gguf(path) else None
     return DraftLMDrafter(load_target(path, dtype, device, threads=torch.get_num_threads()), target)
 
 

@@ -21,7 +21,7 @@ from blockdraft.engine.kv_slots import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.engine.text import check_request, encode
+from blockdraft.engine.text import check_request, encode, end_token_ids
 from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.kernels.cpu.threads import is_busy
@@ -311,12 +311,11 @@ class Engine:
                 f"draft tokens, and the cache has {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or "
                 f"give the engine more cache_tokens or memory."
             )
-        own_stop_ids = frozenset() if params.ignore_eos else self.target.eos_token_ids
         return Request(
             prompt=ids,
             params=params,
             tokenizer=self.target.tokenizer,
-            stop_ids=own_stop_ids | set(params.stop_token_ids),
+            stop_ids=end_token_ids(params, self.target),
             slots=slots,
             drafting=self.controller.tighter_limits(drafting),
             grammar=None if params.grammar is None else AnswerGrammar(params.grammar, self.target),

@@ -62,7 +62,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.params.seed)
-        self.text = AnswerText(self.tokenizer, self.params.stop, self.token_ids)
+        self.text = AnswerText(self.tokenizer, self.params.stop, self.token_ids, self.prompt, self.stop_ids)
         self._sent = 0  # tokens that chunks have reported
         self._ended = threading.Event()
 

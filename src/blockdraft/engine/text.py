@@ -8,14 +8,13 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import TemplateError
-
+from blockdraft.chat_text import encode_chat
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import Message, Prompt, SamplingParams
@@ -60,11 +59,7 @@ def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
             raise UsageError(f"The chat holds {_short(message)}; each message is a dict of role and content.")
     if tokenizer.chat_template is None:
         raise UsageError("The target's tokenizer has no chat template; give the prompt as text or token ids.")
-    try:
-        encoded = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise UsageError(f"The target's chat template refuses the chat: {error}; change its messages.") from error
-    return list(cast("dict[str, Any]", encoded)["input_ids"])
+    return encode_chat(tokenizer, chat)
 
 
 def _short(value: object) -> str:
@@ -109,8 +104,19 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
         raise UsageError(f"{without_tokenizer(target)}, so it cannot stop at a text; use stop_token_ids.")
 
 
+def end_token_ids(params: SamplingParams, target: Target) -> frozenset[int]:
+    """Return the tokens that end an answer."""
+    own = frozenset() if params.ignore_eos else target.eos_token_ids
+    return own | set(params.stop_token_ids)
+
+
 class AnswerText:
     """Decodes one answer into text that may be shown: whole characters only, cut before a stop string.
+
+    It is the text that the answer adds to its prompt. Tokenizers such as SentencePiece write the first token of a text
+    without its space, which a later one keeps.
+
+    A stop string may spell special tokens, which the text itself does not show.
 
     An exception of the tokenizer is raised once. Afterwards the text is what could be shown before it.
 
@@ -118,6 +124,8 @@ class AnswerText:
         tokenizer: None leaves the text empty.
         stop: Stop strings. Text that may become one is held back until that is decided.
         token_ids: Tokens of the answer, a list that the caller extends; None is a list that `push` extends.
+        prompt: Tokens before the answer.
+        end_ids: Tokens that end the answer. Their text is not shown.
 
     Attributes:
         stopped: Whether a stop string has appeared. If several appear with one token, the one that begins first cuts
@@ -125,12 +133,21 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = (), token_ids: list[int] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop: Sequence[str] = (),
+        token_ids: list[int] | None = None,
+        prompt: Sequence[int] = (),
+        end_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._end_ids = end_ids
         self._stream: TextStream | None = None  # made when text is asked for before the end
         self._stop = stop
         self._longest = max(map(len, stop), default=1)
+        self._spelled: dict[int, str] | None = None  # special tokens that stop strings spell
+        self._special: list[tuple[int, str]] = []  # those in the answer, each with its position in the text
         self._ids = [] if token_ids is None else token_ids
         self._read_ids = 0
         self._text = ""  # settled, until the end
@@ -152,7 +169,8 @@ class AnswerText:
         """
         if not self._over:
             with self._closing_on_failure():
-                self._close(self._whole())
+                self._find_special()
+                self._close(self._whole(self._ids))
 
     def take(self) -> str:
         """Return the text that has become safe to show since the last call."""
@@ -173,19 +191,22 @@ class AnswerText:
             return
         assert self._tokenizer is not None
         with self._closing_on_failure():
-            self._stream = self._stream or TextStream(self._tokenizer)
-            new, tail = self._stream.push(self._ids[self._read_ids :])
+            self._stream = self._stream or TextStream(self._tokenizer, text_context(self._tokenizer, self._prompt))
+            new, tail = self._stream.push(self._with_text(self._ids[self._read_ids :]))
+            self._find_special()
             self._read_ids = len(self._ids)
-            seen = max(0, len(self._text) - self._longest + 1)  # no stop string begins before it
+            # No stop string begins before it.
+            seen = 0 if self._special else max(0, len(self._text) - self._longest + 1)
             self._text += new
             # The tail of a run of bytes is provisional; the tokenizer decides whether the answer ends.
             if self._stop and self._first_stop(self._text[seen:] + tail) is not None:
-                whole = self._whole()
+                whole = self._whole(self._ids)
                 if self._first_stop(whole) is not None:
                     self._close(whole)
                     return
-        held = max(map(self._beginning, self._stop), default=0)
-        self._safe = max(self._safe, len(self._text) - held)
+        spelled = self._with_special(self._text)
+        held = max((begun(stop, spelled) for stop in self._stop), default=0)
+        self._safe = max(self._safe, min(self._position(len(spelled) - held), len(self._text)))
 
     def _close(self, whole: str) -> None:
         """End the answer with the tokenizer's text of all its tokens."""
@@ -211,27 +232,73 @@ class AnswerText:
                 raise RequestError(f"The tokenizer failed at this answer: {error}.") from error
             raise
 
-    def _whole(self) -> str:
+    def _whole(self, token_ids: list[int]) -> str:
+        """Return the tokenizer's text of the answer's first tokens."""
         assert self._tokenizer is not None
-        return cast(str, self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        token_ids = self._with_text(token_ids)
+        if context := text_context(self._tokenizer, self._prompt):
+            before, text = (self._decode([*context, *ids]) for ids in ([], token_ids))
+            if text.startswith(before):
+                return text[len(before) :]
+        return self._decode(token_ids)
+
+    def _with_text(self, token_ids: list[int]) -> list[int]:
+        return [token for token in token_ids if token not in self._end_ids] if self._end_ids else token_ids
+
+    def _decode(self, token_ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _find_special(self) -> None:
+        """Find the special tokens that stop strings spell among the tokens that have come since the last call."""
+        if not self._stop:
+            return
+        assert self._tokenizer is not None
+        if self._spelled is None:
+            special = _special_tokens(self._tokenizer)
+            self._spelled = {token: text for token, text in special.items() if any(text in stop for stop in self._stop)}
+        for i in range(self._read_ids, len(self._ids)):
+            if self._ids[i] in self._spelled:
+                self._special.append((len(self._whole(self._ids[:i])), self._spelled[self._ids[i]]))
+
+    def _with_special(self, text: str) -> str:
+        """Return a beginning of the answer's text with the special tokens that stop strings spell."""
+        parts, begin = [], 0
+        for position, special in self._special:
+            parts += [text[begin:position], special]
+            begin = position
+        return "".join([*parts, text[begin:]])
+
+    def _position(self, at: int) -> int:
+        """Return the position in the text of a position in that of `_with_special`."""
+        added = 0
+        for position, special in self._special:
+            if at < position + added + len(special):
+                return min(at - added, position)
+            added += len(special)
+        return at - added
 
     def _first_stop(self, text: str) -> int | None:
         """Return the position of the first stop string in a text, or None."""
-        return min((at for at in map(text.find, self._stop) if at >= 0), default=None)
+        spelled = self._with_special(text)
+        found = min((at for at in map(spelled.find, self._stop) if at >= 0), default=None)
+        return None if found is None else self._position(found)
 
-    def _beginning(self, stop: str) -> int:
-        """Return the length of the longest end of the text with which this stop string begins."""
-        end = self._text[max(0, len(self._text) - len(stop) + 1) :]
-        at = end.find(stop[0])
-        while at >= 0 and not stop.startswith(end[at:]):
-            at = end.find(stop[0], at + 1)
-        return len(end) - at if at >= 0 else 0
+
+def begun(stop: str, text: str) -> int:
+    """Return the length of the longest end of a text with which a stop string begins."""
+    end = text[max(0, len(text) - len(stop) + 1) :]
+    at = end.find(stop[0])
+    while at >= 0 and not stop.startswith(end[at:]):
+        at = end.find(stop[0], at + 1)
+    return len(end) - at if at >= 0 else 0
 
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for invalid or unfinished bytes
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token for one byte of a character that has no token
 # Decoders of `tokenizers` for which no token changes the text of those before it, bytes aside.
 FORWARD_DECODERS = {"BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+REACHED = 64  # last tokens of a prompt among which its last text is looked for
 WINDOW, KEPT = 16, 8  # most tokens of a window, and how many stay of a longer one
 REACH = 3  # characters after the leading space of a pattern of `clean_up_tokenization`
 
@@ -249,9 +316,13 @@ class TextStream:
 
     Each call decodes a window of the last tokens only. The window begins some tokens before those that matter: decoders
     may write the first token of a text differently, for instance without its space.
+
+    Args:
+        tokenizer: Any tokenizer.
+        context: Tokens before the answer whose text is not returned; see `text_context`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         decoders = _decoders(self._backend)
@@ -260,8 +331,8 @@ class TextStream:
         self._forward = decoders is not None and _write_forward(decoders) and not _overrides_decode(tokenizer)
         self._cleans = _cleans_up(tokenizer, self._backend)
         self._skipped = _skipped_ids(tokenizer, self._backend)
-        self._window: list[int] = []
-        self._given = 0  # characters of the window's text that were returned
+        self._window = list(context)
+        self._given = len(self._decode(self._window))  # characters of the window's text that were returned
         self._run: list[int] = []  # byte tokens after the window
         self._bytes = bytearray()  # their bytes
         self._uncleaned = ""  # settled text that may still be part of a pattern to clean up
@@ -348,6 +419,38 @@ class TextStream:
         )
 
 
+def text_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> list[int]:
+    """Return the token of a prompt after which to decode what follows it: the last that has text of its own.
+
+    There is none if the tokenizer writes each token alike wherever it stands.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoders = _decoders(backend)
+    alike = decoders is not None and all(decoder["type"] == "ByteLevel" for decoder in decoders)
+    if not prompt or alike or _cleans_up(tokenizer, backend):
+        return []
+    skipped = _skipped_ids(tokenizer, backend)
+    for token in reversed(prompt[-REACHED:]):
+        if token not in skipped and not BYTE.fullmatch(str(tokenizer.convert_ids_to_tokens(token))):
+            text = tokenizer.decode([token])
+            if text and REPLACEMENT not in text:
+                return [token]
+    return []
+
+
+def token_offsets(stream: TextStream, token_ids: Sequence[int], begin: int = 0) -> list[int]:
+    """Push tokens into a stream, and return the position at which the text of each begins, in whole characters.
+
+    Args:
+        begin: Characters of the text before the tokens.
+    """
+    offsets = []
+    for token in token_ids:
+        offsets.append(begin)
+        begin += len(stream.push([token])[0])
+    return offsets
+
+
 def _text_of(values: bytes | bytearray) -> str:
     """Decode the whole characters of a run of bytes. Return nothing if a byte is invalid."""
     try:
@@ -417,3 +520,9 @@ def _skipped_ids(tokenizer: PreTrainedTokenizerBase, backend: Any) -> set[int]:
     if backend is None:
         return set(tokenizer.all_special_ids)
     return {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the texts of the tokens that `skip_special_tokens` skips."""
+    skipped = sorted(_skipped_ids(tokenizer, getattr(tokenizer, "backend_tokenizer", None)))
+    return dict(zip(skipped, cast("list[str]", tokenizer.convert_ids_to_tokens(skipped)), strict=True))

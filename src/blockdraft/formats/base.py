@@ -140,10 +140,12 @@ def check_fits(
 
 def layouts() -> dict[str, Layout]:
     """Return all layouts by name. Those for a single kind of drafter come first, since they take precedence."""
-    found = {name: module.LAYOUT for name, module in parts("layout").items() if hasattr(module, "LAYOUT")}
-    found |= {f"{n}_speculators": m.SPECULATORS for n, m in parts("layout").items() if hasattr(m, "SPECULATORS")}
+    layouts_by_name = {name: module.LAYOUT for name, module in parts("layout").items() if hasattr(module, "LAYOUT")}
+    layouts_by_name |= {
+        f"{n}_speculators": m.SPECULATORS for n, m in parts("layout").items() if hasattr(m, "SPECULATORS")
+    }
     shared = plugins("blockdraft.formats")
-    return found | {name: module.LAYOUT for name, module in shared.items() if hasattr(module, "LAYOUT")}
+    return layouts_by_name | {name: module.LAYOUT for name, module in shared.items() if hasattr(module, "LAYOUT")}
 
 
 def find_layout(name: str) -> Layout:

@@ -71,37 +71,41 @@ def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
         need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
     for file in files:
         with blaming(file):
-            found = open_tensors([str(file)]) if file.suffix == ".safetensors" else _unpickled(file)
-            for name, one in found.items():
+            tensors_in_file = open_tensors([str(file)]) if file.suffix == ".safetensors" else _unpickled(file)
+            for name, tensor in tensors_in_file.items():
                 name = name.removeprefix("model.")
                 need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
-                tensors[name] = one
+                tensors[name] = tensor
     return tensors
 
 
 def _unpickled(file: Path) -> dict[str, Stored]:
     """Read the tensors of a file pickled by torch. Nothing but tensors is unpickled."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # torch raises many types of errors for other content
-        told = str(error).split("\n", 1)[0] or type(error).__name__
-        raise UsageError(f"broken, or more than tensors ({told}); copy it again, or get it as safetensors.") from error
-    named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
-    sound = named and all(isinstance(one, Tensor) for one in found.values())
-    need(sound, "its content", type(found).__name__, "tensors by name")
-    return {name: stored(tensor) for name, tensor in found.items()}
+        reason = str(error).split("\n", 1)[0] or type(error).__name__
+        raise UsageError(
+            f"broken, or more than tensors ({reason}); copy it again, or get it as safetensors."
+        ) from error
+    named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+    sound = named and all(isinstance(tensor, Tensor) for tensor in content.values())
+    need(sound, "its content", type(content).__name__, "tensors by name")
+    return {name: stored(tensor) for name, tensor in content.items()}
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
     """Raise a UsageError unless these are the expected tensors and shapes, and weights are floating-point numbers."""
     check_floats({name: stored(tensor) for name, tensor in tensors.items() if name not in MAPS})
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
-    told = "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in wrong[:5])
+    actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+    differences = "; ".join(f"{name}: expected {expected.get(name)}, found {actual.get(name)}" for name in wrong[:5])
     if wrong:
-        raise UsageError(f"{len(wrong)} tensors do not fit the configuration: {told}. Use files that belong together.")
+        raise UsageError(
+            f"{len(wrong)} tensors do not fit the configuration: {differences}. Use files that belong together."
+        )
 
 
 def with_rope_theta(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,9 +156,9 @@ def write_folder(
                 torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / pickle)
             (new / "config.json").write_text(json.dumps(with_rope_theta(raw), indent=2) + "\n", encoding="utf-8")
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError for a full disk
-            told = "the disk is full, or a file too large" if isinstance(error, RuntimeError) else error
+            reason = "the disk is full, or a file too large" if isinstance(error, RuntimeError) else error
             raise UsageError(
-                f"{path} cannot be written ({told}); free space, or choose another folder. Its content is unchanged."
+                f"{path} cannot be written ({reason}); free space, or choose another folder. Its content is unchanged."
             ) from error
         for file in new.glob("*.safetensors"):
             file.chmod((new / "config.json").stat().st_mode)  # safetensors writes files that only the owner can read

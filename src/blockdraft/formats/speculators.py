@@ -69,10 +69,10 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     Raises:
         ValueError: The file has another model type, lacks a value, or asks for something unsupported.
     """
-    found = raw.get("speculators_model_type")
+    model_type = raw.get("speculators_model_type")
     known = model_types()
-    need(found in [*known], "speculators_model_type", found, f"one of {sorted(known)}, all that is supported")
-    architecture = known[str(found)]
+    need(model_type in [*known], "speculators_model_type", model_type, f"one of {sorted(known)}, all that is supported")
+    architecture = known[str(model_type)]
     kind = architecture.speculator
     assert kind is not None
     reason = "; another convention shifts every draft token by one"
@@ -113,8 +113,8 @@ def config_dict(
     need(kind is not None, "the architecture", architecture.names[0], others)
     assert kind is not None
     for name, value in UNSAID.items():
-        found = getattr(config, name)
-        need(found == value, name, found, f"{value}, the only one in this format; keep z-lab's layout")
+        actual = getattr(config, name)
+        need(actual == value, name, actual, f"{value}, the only one in this format; keep z-lab's layout")
     full = [layer for layer in config.layers if layer.window is None]
     sliding = {layer.causal for layer in config.layers if layer.window is not None}
     sayable = not any(layer.causal for layer in full) and len(sliding) <= 1

@@ -40,7 +40,7 @@ def named(
 
 def draft_tokens_text(raw: Mapping[str, Any]) -> Any:
     """Return the number of draft tokens in a file, or None."""
-    methods = _said(raw).get("proposal_methods") or [{}]
+    methods = _section(raw).get("proposal_methods") or [{}]
     sound = isinstance(methods, list) and isinstance(methods[0], Mapping)
     need(sound, "proposal_methods", methods, "a list of JSON objects")
     return methods[0].get("speculative_tokens")
@@ -53,15 +53,15 @@ def draft_tokens_of(raw: Mapping[str, Any]) -> int:
 
 def target_said(raw: Mapping[str, Any]) -> Any:
     """Return the name of the target in a file, or None."""
-    verifier = _said(raw).get("verifier") or {}
+    verifier = _section(raw).get("verifier") or {}
     need(isinstance(verifier, Mapping), "verifier", verifier, "a JSON object")
     return verifier.get("name_or_path")
 
 
-def _said(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = raw.get("speculators_config") or {}
-    need(isinstance(found, Mapping), "speculators_config", found, "a JSON object")
-    return found
+def _section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = raw.get("speculators_config") or {}
+    need(isinstance(section, Mapping), "speculators_config", section, "a JSON object")
+    return section
 
 
 def target_layers_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:

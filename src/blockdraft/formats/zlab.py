@@ -46,10 +46,10 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     """
     foreign = _object("config.json", raw).get("speculators_model_type")
     need(foreign is None, "speculators_model_type", foreign, "absent in z-lab's layout; see blockdraft export")
-    found = raw.get("architectures")
-    name = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
+    architectures = raw.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and len(architectures) == 1 else ""
     known = by_name()
-    need(name in known, "architectures", found, f"a list of one of {sorted(known)}, all that is supported")
+    need(name in known, "architectures", architectures, f"a list of one of {sorted(known)}, all that is supported")
     architecture = known[name]
     nested = _object("dflash_config", raw.get("dflash_config"))
     theta, scaling = rope_of(raw)
@@ -197,9 +197,9 @@ def read_checkpoint(
         UsageError: The folder is missing, incomplete or broken, or holds no drafter.
     """
     config = read_config(path, vocabulary)
-    found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_tensors(path).items()}
-    found.pop("embed_tokens.weight", None)  # copies of the target's weights, and RoPE's angles
-    tensors = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
+    stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_tensors(path).items()}
+    stored.pop("embed_tokens.weight", None)  # copies of the target's weights, and RoPE's angles
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     with blaming(Path(path)):
         tensors = architecture_of(config).adapted(config, tensors)
         check_tensors(tensor_shapes(config), tensors)
@@ -232,8 +232,8 @@ class ZLab:
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        found = raw.get("architectures")
-        names = found if isinstance(found, list) and "speculators_model_type" not in raw else []
+        architectures = raw.get("architectures")
+        names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
         return any(name in [*by_name()] for name in names)
 
     def config(

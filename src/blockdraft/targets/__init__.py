@@ -38,6 +38,7 @@ from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import FAMILIES, decoder_config
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
 from blockdraft.targets.gguf import (
+    causal_lm,
     gguf_architecture,
     load_gguf_text,
     open_gguf_checkpoint,
@@ -76,6 +77,7 @@ def load_target(
     adapter: str | Path | None = None,
     kv_dtype: KVDtype | None = None,
     round_drafters: bool = True,
+    max_context: int | None = None,
 ) -> Target:
     """Load a target.
 
@@ -109,6 +111,8 @@ def load_target(
         round_drafters: Whether to quantize the drafters of this target to the bits of its layers, or on a CPU to 8 bits
             if these compute in bfloat16; to fewer bits there if the drafter was trained for them (`qat_bits`).
             Outputs do not change; drafting gets faster, and slightly fewer tokens are accepted.
+        max_context: Maximum number of tokens of a sequence. None is the model's, with the factor by which its rotary
+            embeddings are scaled.
         revision: Branch, tag or commit of a hub name; None is the latest of its main branch.
         adapter: Folder or hub name of a PEFT adapter, such as a LoRA, which is merged into the weights in the dtype of
             the arithmetic. It needs the package peft (`blockdraft[adapter]`).
@@ -147,7 +151,10 @@ def load_target(
         adapter=adapter,
         kv_dtype=kv_dtype,
         round_drafters=round_drafters,
+        max_context=max_context,
     )
+    if max_context is not None and max_context < 2:
+        raise UsageError(f"max_context must be at least 2, got {max_context}.")
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
@@ -156,8 +163,8 @@ def load_target(
         except NotCovered as refused:
             passes_on = known[name].RANK is not None and known[name].RANK < 0
             if backend != "auto" or ((quantize or kv_dtype) and not passes_on):
-                kept = f"other weights, or leave {'quantize' if quantize else 'kv_dtype'} out"
-                others = "another backend, or auto" if backend != "auto" else kept
+                other_weights = f"other weights, or leave {'quantize' if quantize else 'kv_dtype'} out"
+                others = "another backend, or auto" if backend != "auto" else other_weights
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
             continue
@@ -166,6 +173,8 @@ def load_target(
                 raise
             raise UsageError(f"{error} The other backend cannot run it, because {reason}.") from error
         target.backend_reason = None if reason is None else str(reason)
+        if max_context is not None:
+            target.max_context = max_context
         if exact:
             check_exact(target)
         let_team_go()
@@ -272,6 +281,7 @@ __all__ = [
     "TargetOutput",
     "TargetText",
     "as_target",
+    "causal_lm",
     "check_target",
     "decoder_config",
     "device_and_dtype",

@@ -51,6 +51,7 @@ class LoadOptions:
     Attributes:
         best_threads: Measure which number of threads is fastest, and use it.
         exact: A node's logits and hidden states must not depend on what else is computed; the caller checks it.
+        max_context: Maximum number of tokens of a sequence; None is the model's.
     """
 
     dtype: torch.dtype
@@ -63,6 +64,7 @@ class LoadOptions:
     adapter: str | Path | None = None
     kv_dtype: KVDtype | None = None
     round_drafters: bool = True
+    max_context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -244,9 +246,9 @@ def with_draft_vocab(target: Target, kept: Tensor) -> Target:
     # All rows of a large vocabulary would take gigabytes.
     weight = torch.cat([target.head(some)[:, kept.to(some.device)] for some in units.split(64)]).T.contiguous()
     target.lock  # noqa: B018  the copy shares it once it is there
-    found = copy(target)
-    found.draft_head = ReducedHead(weight, kept.to(weight.device), target.vocab_size)
-    return found
+    limited = copy(target)
+    limited.draft_head = ReducedHead(weight, kept.to(weight.device), target.vocab_size)
+    return limited
 
 
 def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Prefixes of the `model_type` of models that `blockdraft.diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
+SCALED = ("linear", "yarn", "llama3")  # kinds of rotary embeddings that extend the context by a factor
 HUB_SECONDS = 10.0  # timeout of the hub, as in its own client
 
 
@@ -168,10 +169,10 @@ def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | No
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object")
-    return found
+    return content
 
 
 def load_text(path: str | Path, revision: str | None = None) -> TargetText:
@@ -231,12 +232,23 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> str |
         return str(folder / name) if (folder / name).is_file() else None
     from transformers.utils.hub import cached_file
 
-    found: str | None = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return found
+    cached: str | None = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return cached
 
 
 def max_context(config: AnyConfig) -> int:
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+    """Return the maximum number of tokens of a sequence, those that scaled rotary embeddings add included.
+
+    Configurations name the scaled or the original number. Frequencies of the kinds "dynamic" and "longrope" change
+    beyond the trained number, which is not supported.
+    """
+    text = config.get_text_config()
+    trained: int = getattr(text, "max_position_embeddings", None) or 2**31
+    rope = getattr(text, "rope_parameters", None) or {}
+    original, factor = rope.get("original_max_position_embeddings") or trained, rope.get("factor")
+    if rope.get("rope_type") not in SCALED or not isinstance(factor, int | float):
+        return trained
+    return max(trained, int(original * factor))
 
 
 def end_tokens(*sources: Any) -> frozenset[int]:
@@ -259,16 +271,16 @@ def head_size(config: AnyConfig) -> int:
 def drafter_shape(config: AnyConfig) -> dict[str, Any]:
     """Return `Target.shape` of a model's text configuration."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-    found: dict[str, Any] = {
+    shape: dict[str, Any] = {
         name: value for name in names if isinstance(value := getattr(config, name, None), int | float)
     }
-    heads = found.get("num_attention_heads")
+    heads = shape.get("num_attention_heads")
     if heads:
-        found.setdefault("num_key_value_heads", heads)
-        found["head_dim"] = head_size(config)
+        shape.setdefault("num_key_value_heads", heads)
+        shape["head_dim"] = head_size(config)
     rope = dict(getattr(config, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention") or rope)  # nested by the kind of layer in some models
     if rope.get("rope_theta"):
-        found["rope_theta"] = rope.pop("rope_theta")
-        found["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
-    return found
+        shape["rope_theta"] = rope.pop("rope_theta")
+        shape["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    return shape

@@ -111,7 +111,7 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
 
 
 def _counted(tensors: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for kind, shape in tensors:
-        found[kind] = found.get(kind, 0) + math.prod(shape)
-    return found
+        counts[kind] = counts.get(kind, 0) + math.prod(shape)
+    return counts

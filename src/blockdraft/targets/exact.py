@@ -73,7 +73,7 @@ def forward_in_pieces(
             for window, seen in visible(row).items():
                 rows[window].append(PieceRow(nodes, slice(slot, slot + length), seen[begin:stop, :length]))
         own_slots = send(slots[first:end], device)
-        attention = {window: ExactAttention(own_slots, each) for window, each in rows.items()}
+        attention = {window: ExactAttention(own_slots, row) for window, row in rows.items()}
         here = [node - first for node in picked if first <= node < end]
         out, captured = run(_filled(tokens, first, end), _filled(positions, first, end), attention, bool(here))
         if here:
@@ -103,10 +103,10 @@ def check_exact(target: Target) -> None:
     """
     if not target.has_trees:
         raise UsageError(f"exact is checked with trees, and the backend {target.backend} scores chains only.")
-    found = [cause for number in range(len(CONTEXTS)) for cause in _causes(target, number)]
+    difference = [cause for number in range(len(CONTEXTS)) for cause in _causes(target, number)]
     # In float32, sums in float64 round differently by chance in one context of thousands.
     needed = 1 if target.dtype.itemsize < torch.float32.itemsize else 2
-    causes = [cause for cause in sorted(set(found)) if found.count(cause) >= needed]
+    causes = [cause for cause in sorted(set(difference)) if difference.count(cause) >= needed]
     if causes:
         raise UsageError(
             f"exact is refused for {target.path or 'this target'} ({target.running}, {target.dtype}, "

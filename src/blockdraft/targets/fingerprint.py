@@ -72,7 +72,7 @@ def sampled_places(shape: Sequence[int]) -> tuple[Tensor, ...]:
     count = math.prod(shape)
     at = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
     # Torch's own unravel_index imports sympy, which takes long.
-    return tuple(torch.as_tensor(each) for each in np.unravel_index(at.numpy(), tuple(shape)))
+    return tuple(torch.as_tensor(axis) for axis in np.unravel_index(at.numpy(), tuple(shape)))
 
 
 def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -82,7 +82,7 @@ def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
 def _sample(weight: Tensor) -> Tensor:
     whole = weight.detach() if weight.dim() else weight.detach()[None]
     # Indexed, and not flattened, which may copy.
-    return whole[tuple(each.to(whole.device) for each in sampled_places(whole.shape))]
+    return whole[tuple(axis.to(whole.device) for axis in sampled_places(whole.shape))]
 
 
 def _hash(content: bytes) -> str:

@@ -101,10 +101,10 @@ def use_exact_attention(model: PreTrainedModel) -> None:
             "attention), which exact does not know; do without."
         )
     parameters = dict(getattr(config, "rope_parameters", None) or {})
-    for each in (parameters, *parameters.values()):  # some models nest them by the kind of layer
-        if not isinstance(each, dict) or each.get("rope_type") != "longrope":
+    for part in (parameters, *parameters.values()):  # some models nest them by the kind of layer
+        if not isinstance(part, dict) or part.get("rope_type") != "longrope":
             continue
-        if each["original_max_position_embeddings"] >= config.max_position_embeddings:
+        if part["original_max_position_embeddings"] >= config.max_position_embeddings:
             continue  # no position is beyond the original context
         raise UsageError("exact is refused: the model's position embeddings (longrope) change with the length.")
     from transformers import AttentionInterface

@@ -139,31 +139,31 @@ def over_trees(cache: RecurrentCache, layers: Sequence[Any], past: object, paren
     def run(number: int, forward: Any, hidden_states: Tensor, **others: Any) -> Tensor:
         name = next((name for name, value in others.items() if value is past), None)  # differs between releases
         if name is None:  # another user of the model
-            found: Tensor = forward(hidden_states, **others)
-            return found
+            output: Tensor = forward(hidden_states, **others)
+            return output
         states, given = known[number], hidden_states
         if paths is not None:
             states = [states[row] for row in paths.rows]
             given = given[torch.tensor(paths.rows)[:, None], paths.nodes]
         own = OnePast(join_states(states))
-        found = forward(given, **(others | {name: own}))
+        output = forward(given, **(others | {name: own}))
         inputs[number] = hidden_states, name
         if paths is not None:
-            return found[paths.of_node, paths.depth]
+            return output[paths.of_node, paths.depth]
         after[number] = own.state
-        return found
+        return output
 
     def states_after(row: int, nodes: list[int]) -> list[RecurrentState]:
-        found = []
+        states = []
         for number, layer in enumerate(layers):
             if number in after and len(nodes) == parents.size(1):
-                found.append(RecurrentState(*(part[row : row + 1] for part in after[number])))
+                states.append(RecurrentState(*(part[row : row + 1] for part in after[number])))
                 continue
             own = OnePast(join_states([known[number][row]]))
             given, name = inputs[number]
             layer.forward(given[row : row + 1, nodes], **{name: own})
-            found.append(own.state)
-        return found
+            states.append(own.state)
+        return states
 
     before = [layer.__dict__.get("forward") for layer in layers]
     for number, layer in enumerate(layers):

@@ -69,28 +69,28 @@ def own_config(raw: Mapping[str, Any]) -> ModelConfig | None:
     family = raw.get("model_type")
     if family not in DEFAULTS or any(type(raw.get(name)) is not kind for name, kind in REQUIRED.items()):
         return None
-    found = DEFAULTS[family] | {name: raw[name] for name in (*REQUIRED, *DEFAULTS[family], "head_dim") if name in raw}
-    heads, layers = found["num_attention_heads"], found["num_hidden_layers"]
-    if not heads or found["hidden_size"] % heads or raw.get("use_bidirectional_attention"):
+    values = DEFAULTS[family] | {name: raw[name] for name in (*REQUIRED, *DEFAULTS[family], "head_dim") if name in raw}
+    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    if not heads or values["hidden_size"] % heads or raw.get("use_bidirectional_attention"):
         return None
-    if "head_dim" in found and found["head_dim"] is None:
-        found["head_dim"] = found["hidden_size"] // heads
-    if family == "gemma" and found["hidden_act"] == "gelu":  # the old spelling of the tanh approximation
-        found["hidden_act"] = "gelu_pytorch_tanh"
-    if "use_sliding_window" in found and not found["use_sliding_window"]:
-        found["sliding_window"] = None
-    if "layer_types" in found and found["layer_types"] is None:
+    if "head_dim" in values and values["head_dim"] is None:
+        values["head_dim"] = values["hidden_size"] // heads
+    if family == "gemma" and values["hidden_act"] == "gelu":  # the old spelling of the tanh approximation
+        values["hidden_act"] = "gelu_pytorch_tanh"
+    if "use_sliding_window" in values and not values["use_sliding_window"]:
+        values["sliding_window"] = None
+    if "layer_types" in values and values["layer_types"] is None:
         period = {"gemma2": 2, "gemma3_text": raw.get("sliding_window_pattern") or 6}.get(family)
         slides = [
-            (number + 1) % period != 0 if period else number >= found["max_window_layers"] for number in range(layers)
+            (number + 1) % period != 0 if period else number >= values["max_window_layers"] for number in range(layers)
         ]
-        slides = slides if found["sliding_window"] is not None or period else [False] * layers
-        found["layer_types"] = [SLIDING if is_sliding else FULL for is_sliding in slides]
-    found["rope_parameters"] = _rope_parameters(raw, found.get("layer_types") or ())
-    if found["rope_parameters"] is None or not _is_sound(found, family):
+        slides = slides if values["sliding_window"] is not None or period else [False] * layers
+        values["layer_types"] = [SLIDING if is_sliding else FULL for is_sliding in slides]
+    values["rope_parameters"] = _rope_parameters(raw, values.get("layer_types") or ())
+    if values["rope_parameters"] is None or not _is_sound(values, family):
         return None
     quantization = {name: raw[name] for name in ("quantization_config",) if raw.get(name)}
-    return ModelConfig(model_type=family, architectures=raw.get("architectures"), **found, **quantization)
+    return ModelConfig(model_type=family, architectures=raw.get("architectures"), **values, **quantization)
 
 
 def _rope_parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ def _rope_parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict
             return None
         nested = [FULL, SLIDING]
     parts = {name: rope[name] for name in nested} or {"": rope}
-    found = {}
+    parameters = {}
     for name, part in parts.items():
         if not isinstance(part, Mapping):
             return None
@@ -112,21 +112,21 @@ def _rope_parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict
         if type(theta) not in (int, float):
             return None
         kind = part.get("rope_type", part.get("type", "default"))
-        found[name] = {**part, "rope_theta": theta, "rope_type": kind}
+        parameters[name] = {**part, "rope_theta": theta, "rope_type": kind}
         if kind in ("llama3", "longrope", "yarn"):
-            found[name].setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
-    return found if nested else found[""]
+            parameters[name].setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
+    return parameters if nested else parameters[""]
 
 
-def _is_sound(found: Mapping[str, Any], family: str) -> bool:
+def _is_sound(values: Mapping[str, Any], family: str) -> bool:
     """Return whether values have the types of their defaults, and there is a kind for each layer."""
     for name, default in DEFAULTS[family].items():
         kinds: Any = (int, float) if type(default) in (int, float) else type(default)
         kinds = (int, list) if name == "eos_token_id" else kinds
-        if default is not None and found[name] is not None and not isinstance(found[name], kinds):
+        if default is not None and values[name] is not None and not isinstance(values[name], kinds):
             return False
-    types = found.get("layer_types")
-    return types is None or (isinstance(types, list) and len(types) == found["num_hidden_layers"])
+    types = values.get("layer_types")
+    return types is None or (isinstance(types, list) and len(types) == values["num_hidden_layers"])
 
 
 def make_config(raw: Mapping[str, Any]) -> AnyConfig:
@@ -160,8 +160,8 @@ def _read(folder: Path) -> Mapping[str, Any]:
 def architecture_of(config: AnyConfig) -> dict[str, Any]:
     """Return `Target.architecture` of a configuration, the same whoever has read it."""
     if (own := config if isinstance(config, ModelConfig) else own_config(config.to_dict())) is not None:
-        found: dict[str, Any] = json.loads(json.dumps(own.to_dict()))
-        return found
+        architecture: dict[str, Any] = json.loads(json.dumps(own.to_dict()))
+        return architecture
     assert not isinstance(config, ModelConfig)
     raw = json.loads(config.to_json_string())
     return {name: value for name, value in raw.items() if name not in INCIDENTAL}

@@ -74,6 +74,7 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         generation_config=read.generation_config,
         source_fingerprint=read.source_fingerprint,
     )
+    target.max_context = options.max_context or target.max_context
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
     if captured:

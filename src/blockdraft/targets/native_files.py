@@ -95,14 +95,14 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     made = None if reason is not None else build(kind, store, wanted.head_dim, bool(quantize or few), dtype)
 
     def read(name: str) -> Tensor | QuantizedWeight:
-        found = tensors[name].read()
-        if isinstance(found, QuantizedWeight):
-            return found
-        if found.ndim < 2:
-            return found.to(device, dtype, copy=True)  # without a copy it would keep its file mapped
+        weight = tensors[name].read()
+        if isinstance(weight, QuantizedWeight):
+            return weight
+        if weight.ndim < 2:
+            return weight.to(device, dtype, copy=True)  # without a copy it would keep its file mapped
         if quantize is not None:
-            return _rounded_weight(name, found if dtype == torch.float32 else found.to(dtype), BITS[quantize])
-        return found.to(device, dtype) if library is None else found
+            return _rounded_weight(name, weight if dtype == torch.float32 else weight.to(dtype), BITS[quantize])
+        return weight.to(device, dtype) if library is None else weight
 
     with loading(path):
         tokenizer = load_tokenizer(path, options.revision, config)

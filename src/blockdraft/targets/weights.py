@@ -139,7 +139,7 @@ def open_checkpoint(
     checked_folder(path, revision)
     with loading(path):
         config = load_config(path, revision)
-        found = [find_file(path, name, revision) for name in ("config.json", *COMPANIONS)]
+        files = [find_file(path, name, revision) for name in ("config.json", *COMPANIONS)]
     if quantization := getattr(config, "quantization_config", None):
         raise UsageError(
             f"{path} is quantised already ({quantization.get('quant_method')}); give the model that it was made of."
@@ -155,7 +155,7 @@ def open_checkpoint(
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
     if wanted.torch_only and doing != READ:
         raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
-    raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
+    raw = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:
             source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
@@ -164,7 +164,7 @@ def open_checkpoint(
         config=config,
         raw=raw,
         tensors=tensors,
-        files=[Path(file) for file in found[1:] if file is not None],
+        files=[Path(file) for file in files[1:] if file is not None],
         source_fingerprint=source,
     )
 

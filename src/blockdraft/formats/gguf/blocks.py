@@ -37,8 +37,8 @@ def _numbers(raw: Tensor, bits: int, size: int) -> Tensor:
     Of each `size` bytes the lowest bits come first, then the next.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
-    found: Tensor = raw.unflatten(-1, (-1, 1, size)) >> shifts & (1 << bits) - 1
-    return found.flatten(-3).view(torch.int8)
+    numbers: Tensor = raw.unflatten(-1, (-1, 1, size)) >> shifts & (1 << bits) - 1
+    return numbers.flatten(-3).view(torch.int8)
 
 
 def _weight(codes: Tensor, scale: Factors, offset: Factors | None, bits: int) -> QuantizedWeight:

@@ -49,16 +49,16 @@ def drafter_metadata(config: Any) -> dict[str, Any]:
     last, highest = config.num_target_layers - 1, max(config.target_layers)
     need(not config.attention_bias, "attention_bias", config.attention_bias, f"false {LIMIT}")
     need(highest < last, "a target layer", highest, f"below the target's last layer, {last}, {LIMIT}")
-    found = {key: getattr(config, name) for key, name in FIELDS.items()}
-    found |= {
+    values = {key: getattr(config, name) for key, name in FIELDS.items()}
+    values |= {
         "target_hidden_size": config.hidden_size,
         "target_layers": [target_layer + 1 for target_layer in config.target_layers],
     }
-    found |= rope_metadata(config.rope_theta, config.rope_scaling)
+    values |= rope_metadata(config.rope_theta, config.rope_scaling)
     own = {DEPTH: config.num_target_layers}
     if _in_factors(config):
         own |= {f"{OWN}rope.{name}": value for name, value in config.rope_scaling.items()}
-    return {f"{kind.architecture}.{key}": value for key, value in found.items()} | kind.written(config) | own
+    return {f"{kind.architecture}.{key}": value for key, value in values.items()} | kind.written(config) | own
 
 
 def _in_factors(config: Any) -> bool:
@@ -129,7 +129,7 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
         "there",
         "absent, since its scaling is unknown; use llama.cpp for this drafter",
     )
-    found, own = kind.fields(file)
+    config_class, own = kind.fields(file)
     fields |= {
         "vocab_size": len(tokens or ()),
         "target_layers": tuple(layer - 1 for layer in entered),
@@ -139,7 +139,7 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
     }
     missing = sorted(name for name, value in fields.items() if value is None)
     need(not missing, f"{file.path}: {', '.join(missing)}", None, "in the file")
-    return found(**fields, rope_scaling=scaling)
+    return config_class(**fields, rope_scaling=scaling)
 
 
 def _scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
@@ -164,11 +164,11 @@ def read_gguf_drafter(path: str | Path, num_target_layers: int | None = None) ->
     known = {*kind.names(config).values(), ROPE_FACTORS, TOKENS, HEAD, EMBEDDING}
     strange = sorted(set(file.tensors) - known)
     need(not strange, f"{path}: a tensor", strange[:1], "one that is known here; use llama.cpp for this drafter")
-    found = kind.checkpoint(config, {name: _tensor(file, name) for name in file.tensors if name != ROPE_FACTORS})
-    return replace(found, trained=gguf_trained(file))
+    checkpoint = kind.checkpoint(config, {name: _tensor(file, name) for name in file.tensors if name != ROPE_FACTORS})
+    return replace(checkpoint, trained=gguf_trained(file))
 
 
 def _tensor(file: GGUFFile, name: str) -> Tensor:
-    found = file.tensors[name].read()
-    found = found.dequantize() if isinstance(found, QuantizedWeight) else found
-    return found.float() if found.is_floating_point() else found
+    tensor = file.tensors[name].read()
+    tensor = tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
+    return tensor.float() if tensor.is_floating_point() else tensor

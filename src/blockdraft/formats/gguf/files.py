@@ -75,11 +75,11 @@ class GGUFTensor:
         raw = raw.copy() if channels is None or is_vector else raw[channels.numpy()]
         if hasattr(self.file, "madvise"):  # releases the pages that were read, and others that came with them
             self.file.madvise(mmap.MADV_DONTNEED)
-        found = (READERS | INDICES)[self.kind](torch.from_numpy(raw))
+        weight = (READERS | INDICES)[self.kind](torch.from_numpy(raw))
         if is_vector and channels is not None:
-            assert isinstance(found, Tensor), "few bits are for matrices"
-            return found[channels]
-        return found
+            assert isinstance(weight, Tensor), "few bits are for matrices"
+            return weight[channels]
+        return weight
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class _Cursor:
             if key in metadata:
                 raise ValueError(f"it has the key {key} twice")
             metadata[key] = self.value(GGUFValueType(self.number("I")))
-        found = [self.tensor() for _ in range(count)]
+        entries = [self.tensor() for _ in range(count)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"tensors are aligned by {alignment}")
         start = -(-self.place // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         free, before = start, ""  # first byte after the tensors so far, and the name of the last one
-        for name, shape, kind, offset in sorted(found, key=lambda entry: entry[-1]):
+        for name, shape, kind, offset in sorted(entries, key=lambda entry: entry[-1]):
             if name in tensors:
                 raise ValueError(f"it has the tensor {name} twice")
             end = start + offset + _bytes(name, kind, shape)
@@ -196,21 +196,21 @@ class _Cursor:
         return float(str(np.float32(value))) if kind == "f" else value
 
     def text(self) -> str:
-        [found] = self.texts(1)
-        return found
+        [value] = self.texts(1)
+        return value
 
     def texts(self, count: int) -> list[str]:
         """Read consecutive strings. A vocabulary has hundreds of thousands, so the loop makes few calls."""
         data, place, size_of = self.data, self.place, SIZE.unpack_from
-        found = []
+        values = []
         for _ in range(count):
             begin = place + SIZE.size
             place = begin + size_of(data, place)[0]
             if place > len(data):
                 raise EOFError(f"a text would end at byte {place} of {len(data)}")
-            found.append(data[begin:place].decode())
+            values.append(data[begin:place].decode())
         self.place = place
-        return found
+        return values
 
     def value(self, kind: GGUFValueType) -> Any:
         if kind == GGUFValueType.STRING:

@@ -74,11 +74,11 @@ def their_names(tensors: Iterable[str], own: Mapping[str, str]) -> dict[str, str
     Args:
         own: Names of the kind's own tensors, in addition to `NAMES`.
     """
-    names, found = NAMES | {**own}, {}
+    names, theirs = NAMES | {**own}, {}
     for name in tensors:
-        parts = name.split(".", 2)
-        found[name] = f"blk.{parts[1]}.{names[parts[2]]}" if parts[0] == "layers" else names[name]
-    return found
+        pieces = name.split(".", 2)
+        theirs[name] = f"blk.{pieces[1]}.{names[pieces[2]]}" if pieces[0] == "layers" else names[name]
+    return theirs
 
 
 def kinds() -> list[Kind]:
@@ -87,21 +87,24 @@ def kinds() -> list[Kind]:
 
 def kind_of(config: Any) -> Kind:
     """Return the kind of a configuration. Raise a UsageError if llama.cpp has no such kind."""
-    found = next((kind for kind in kinds() if type(config) in kind.configs()), None)
-    if found is None:
+    kind = next((kind for kind in kinds() if type(config) in kind.configs()), None)
+    if kind is None:
         known = (name for kind in kinds() for name in kind.configs().values())
         raise UsageError(
             f"The kind of drafter is {type(config).__name__.removesuffix('Config')!r}; llama.cpp drafts with files of "
             f"{', '.join(known)} alone. Train one of these (`blockdraft train`), or serve it with `blockdraft serve`."
         )
-    return found
+    return kind
 
 
 def kind_in(file: GGUFFile) -> Kind:
     """Return the kind of the drafter in a file. Raise a UsageError if it holds no drafter."""
-    found = file.metadata.get("general.architecture")
-    kind = next((kind for kind in kinds() if kind.architecture == found), None)
+    architecture = file.metadata.get("general.architecture")
+    kind = next((kind for kind in kinds() if kind.architecture == architecture), None)
     if kind is None:
         known = " or ".join(kind.architecture for kind in kinds())
-        raise UsageError(f"{file.path} is no drafter: its architecture is {found} instead of {known}.")
+        raise UsageError(
+            f"{file.path} is no drafter: its architecture is {architecture}, and neither {known} nor that of a "
+            "language model that can be run."
+        )
     return kind

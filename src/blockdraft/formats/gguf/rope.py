@@ -34,11 +34,11 @@ def rope_metadata(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, 
     Raises:
         UsageError: A GGUF file cannot express the scaling.
     """
-    found: dict[str, Any] = {"rope.freq_base": float(theta)}
+    metadata: dict[str, Any] = {"rope.freq_base": float(theta)}
     given = {name: value for name, value in (scaling or {}).items() if value is not None and name != "rope_theta"}
     kind = given.pop("rope_type", "default")
     if kind == "default" or kind in IN_FACTORS:
-        return found
+        return metadata
     unknown = sorted(set(given) - set(WORDS.get(kind, {})))
     if kind not in WORDS or unknown:
         raise UsageError(
@@ -47,7 +47,7 @@ def rope_metadata(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, 
         )
     words = {f"rope.scaling.{WORDS[kind][name]}": value for name, value in given.items()}
     floats = {key: value if key.endswith("length") else float(value) for key, value in words.items()}
-    return found | {"rope.scaling.type": kind} | floats
+    return metadata | {"rope.scaling.type": kind} | floats
 
 
 def rope_factors(theta: float, frequencies: Tensor) -> Tensor:

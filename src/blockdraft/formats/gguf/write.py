@@ -121,10 +121,10 @@ def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationTy
 
 
 def _rounded(name: str, tensor: Stored, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
-    found = tensor.tensor()
+    weight = tensor.tensor()
     if kind == GGMLQuantizationType.I64:
-        return found.numpy()
-    numbers = np.ascontiguousarray(found.to(torch.float32).numpy())
+        return weight.numpy()
+    numbers = np.ascontiguousarray(weight.to(torch.float32).numpy())
     most = np.abs(numbers).max(initial=0)
     if not np.isfinite(most):
         raise UsageError(f"{name} holds {most:g}, so its model is broken; copy or train it again.")

@@ -28,11 +28,11 @@ def read_quantized(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dic
         method.replace("-", "_") in known,
         f"it is quantized by {method}, which is none of {', '.join(name.replace('_', '-') for name in known)}",
     )
-    found: dict[str, Stored] = {**tensors, **known[method.replace("-", "_")].weights(raw, tensors)}
-    for name, tensor in found.items():
+    weights: dict[str, Stored] = {**tensors, **known[method.replace("-", "_")].weights(raw, tensors)}
+    for name, tensor in weights.items():
         fits = not name.endswith(".weight") or tensor.kind in {*FLOATS, FEW_BITS}
         check(fits, f"{name} is of {tensor.kind}, and its scales are missing")
-    return found
+    return weights
 
 
 __all__ = ["NotRead", "read_quantized"]

@@ -24,7 +24,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
     bits, version = raw.get("bits", raw.get("w_bit")), str(raw.get("version") or "gemm").lower()
     check(bits == BITS, f"its AWQ weights have {bits} bits; 4 are read")
     check(version == "gemm", f"its AWQ weights lie as {version}; gemm is read")
-    found = {}
+    dense = {}
     for module in modules(tensors, "qweight"):
         inputs, words = (*tensors[f"{module}.qweight"].shape, 0, 0)[:2]
         groups = (*tensors[f"{module}.scales"].shape, 0)[0] if f"{module}.scales" in tensors else 0
@@ -35,8 +35,8 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
             part_of(tensors, f"{module}.qzeros", ["I32"], (groups, words)),
         )
         check_groups(module, inputs, groups)
-        found[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, *parts))
-    return found
+        dense[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, *parts))
+    return dense
 
 
 def _read(weight: Stored, scale: Stored, zeros: Stored) -> QuantizedWeight:

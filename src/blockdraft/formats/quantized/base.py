@@ -33,18 +33,18 @@ def check(fits: bool, why_not: str) -> None:
 
 def modules(tensors: Iterable[str], part: str) -> list[str]:
     """Return the names of the modules that have this part."""
-    found = [name.removesuffix(f".{part}") for name in tensors if name.endswith(f".{part}")]
-    check(bool(found), f"its configuration says that it is quantized, and no module has a {part}")
-    return found
+    names = [name.removesuffix(f".{part}") for name in tensors if name.endswith(f".{part}")]
+    check(bool(names), f"its configuration says that it is quantized, and no module has a {part}")
+    return names
 
 
 def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shape: tuple[int, ...]) -> Stored:
     """Return a tensor of the checkpoint. Raise `NotRead` if it is missing or has another dtype or shape."""
     check(name in tensors, f"its checkpoint lacks {name}")
-    found = tensors[name]
-    fits = found.kind in kinds and found.shape == shape
-    check(fits, f"{name} is of {found.kind} {list(found.shape)} instead of {' or '.join(kinds)} {list(shape)}")
-    return found
+    tensor = tensors[name]
+    fits = tensor.kind in kinds and tensor.shape == shape
+    check(fits, f"{name} is of {tensor.kind} {list(tensor.shape)} instead of {' or '.join(kinds)} {list(shape)}")
+    return tensor
 
 
 def check_groups(name: str, inputs: int, groups: int) -> None:

@@ -33,15 +33,15 @@ STRATEGIES = ("group", "channel", "tensor")
 
 def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     _check_config(raw)
-    found = {}
+    dense = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         if part == "weight_packed":
-            found[f"{module}.weight"] = _packed(module, tensors)
+            dense[f"{module}.weight"] = _packed(module, tensors)
         elif part == "weight" and tensor.kind == "I8":
-            found[name] = _whole(module, tensors)
-    check(bool(found), "its configuration says that it is quantized, and no module is")
-    return found
+            dense[name] = _whole(module, tensors)
+    check(bool(dense), "its configuration says that it is quantized, and no module is")
+    return dense
 
 
 def _check_config(raw: Mapping[str, Any]) -> None:
@@ -124,8 +124,8 @@ def _scale(module: str, tensors: Mapping[str, Stored], outputs: int, inputs: int
 
 def _spread(factors: Stored, outputs: int) -> Tensor:
     """Expand factors to `[out, groups]`, if all outputs share one."""
-    found = factors.tensor()
-    return found if found.ndim == 2 else found.reshape(1, 1).expand(outputs, 1)
+    values = factors.tensor()
+    return values if values.ndim == 2 else values.reshape(1, 1).expand(outputs, 1)
 
 
 def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:

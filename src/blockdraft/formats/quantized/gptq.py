@@ -33,7 +33,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
         raise NotRead(f"its GPTQ weights have {bits} bits; 4 and 8 are read")
     check(layout in LESS_ONE, f"its GPTQ weights lie as {layout}; {' and '.join(LESS_ONE)} are read")
     check(not raw.get("dynamic"), "GPTQ's dynamic settings differ from module to module; one for all is read")
-    found = {}
+    dense = {}
     for module in modules(tensors, "qweight"):
         words, outputs = (*tensors[f"{module}.qweight"].shape, 0, 0)[:2]
         groups = (*tensors[f"{module}.scales"].shape, 0)[0] if f"{module}.scales" in tensors else 0
@@ -45,8 +45,8 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
         )
         check_groups(module, inputs, groups)
         check_order(f"{module}.g_idx", tensors, inputs, groups)
-        found[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, module, *parts, bits, LESS_ONE[layout]))
-    return found
+        dense[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, module, *parts, bits, LESS_ONE[layout]))
+    return dense
 
 
 def _read(module: str, weight: Stored, scale: Stored, zeros: Stored, bits: int, less: int) -> QuantizedWeight:

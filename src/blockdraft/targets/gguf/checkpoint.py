@@ -178,12 +178,12 @@ def open_gguf_checkpoint(
     file = open_gguf(path)
     with understanding(path):
         config = gguf_config(file)
-        found = fitted(decoder_config(config), file)
-        describe_fitted(config, found, file)
+        actual = fitted(decoder_config(config), file)
+        describe_fitted(config, actual, file)
         wanted = decoder_config(config)
-        if others := differences(found, replace(wanted, norm_plus_one=False)):
+        if others := differences(actual, replace(wanted, norm_plus_one=False)):
             raise NotCovered(f"transformers cannot express its {', '.join(others)}")
-        weights = replace(decoder_weights(file, found), expanded=frozenset())
+        weights = replace(decoder_weights(file, actual), expanded=frozenset())
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
     few = sorted(weights.kinds - set(FLOATS))

@@ -43,6 +43,11 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 Get = Callable[..., Any]  # takes a key without the architecture, and an optional default
 
 
+def causal_lm(file: GGUFFile) -> str | None:
+    """Return the class in transformers of the language model in a file, or None if it holds none of a known family."""
+    return CAUSAL_LMS.get(FAMILIES.get(str(file.metadata.get("general.architecture")), ""))
+
+
 def gguf_config(file: GGUFFile) -> AnyConfig:
     """Return the configuration of a file.
 
@@ -66,9 +71,9 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
 
     if EMBEDDING not in file.tensors:
         raise NotCovered(f"it has no {EMBEDDING}")
-    layers, held = get("block_count"), len(file.tensors)
-    if layers > held:  # checked before anything is allocated for each layer
-        raise NotCovered(f"it has {layers} layers, but only {held} tensors")
+    layers, count = get("block_count"), len(file.tensors)
+    if layers > count:  # checked before anything is allocated for each layer
+        raise NotCovered(f"it has {layers} layers, but only {count} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
     check_settings(get, head_dim)
@@ -96,12 +101,12 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
 
 
-def describe_fitted(config: AnyConfig, found: DecoderConfig, file: GGUFFile) -> None:
+def describe_fitted(config: AnyConfig, decoder: DecoderConfig, file: GGUFFile) -> None:
     """Add to a file's configuration what `fitted` reads from its tensors: biases and frequency factors."""
     if hasattr(config, "attention_bias"):
-        config.attention_bias = found.qkv_bias
+        config.attention_bias = decoder.qkv_bias
     if hasattr(config, "mlp_bias"):
-        config.mlp_bias = found.mlp_bias
+        config.mlp_bias = decoder.mlp_bias
     if ROPE_FACTORS in file.tensors:
         factors = file.tensors[ROPE_FACTORS].read()
         assert isinstance(factors, Tensor), "a vector"
@@ -129,20 +134,20 @@ def check_settings(get: Get, head_dim: int) -> None:
 
 def rope_parameters(get: Get) -> dict[str, Any]:
     """Return `rope_parameters` as in transformers, without the factors of the tensor rope_freqs."""
-    found = {"rope_type": "default", "rope_theta": get("rope.freq_base", ROPE_BASE)}
+    parameters = {"rope_type": "default", "rope_theta": get("rope.freq_base", ROPE_BASE)}
     kind = get("rope.scaling.type", "linear")
     factor = get("rope.scaling.factor", 0.0) or get("rope.scale_linear", 0.0) or 1.0
     if kind == "none" or (kind == "linear" and factor == 1):
-        return found
+        return parameters
     if kind == "linear":
-        return found | {"rope_type": "linear", "factor": factor}
+        return parameters | {"rope_type": "linear", "factor": factor}
     unusual = [key for key in ("ext_factor", "attn_factor", "log_multiplier") if get(f"rope.scaling.yarn_{key}", None)]
     if kind != "yarn" or unusual or get("rope.scaling.attn_factor", 1.0) != 1:
         raise NotCovered(f"its rotary embeddings are scaled by {' '.join([kind, *unusual])}")
     longest = get("rope.scaling.original_context_length", get("context_length"))
     speeds = {f"beta_{name}": get(f"rope.scaling.yarn_beta_{name}", None) for name in ("fast", "slow")}
     given = {name: value for name, value in speeds.items() if value is not None}
-    return found | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": longest, **given}
+    return parameters | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": longest, **given}
 
 
 def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +159,7 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
     if not isinstance(pattern, list):  # of each `pattern` layers, the last has full attention
         pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
     caps = GEMMA2_CAPS if second else (None, None)
-    found = {
+    specific = {
         "sliding_window": window,
         "layer_types": ["sliding_attention" if window and near else "full_attention" for near in pattern],
         "query_pre_attn_scalar": fields["hidden_size"] // heads
@@ -163,9 +168,9 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
         "final_logit_softcapping": get("final_logit_softcapping", caps[1]) or None,
     }
     if second:
-        return found | {"attn_logit_softcapping": get("attn_logit_softcapping", caps[0]) or None}
+        return specific | {"attn_logit_softcapping": get("attn_logit_softcapping", caps[0]) or None}
     near = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", ROPE_BASE)}
-    return found | {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": near}}
+    return specific | {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": near}}
 
 
 def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
@@ -178,7 +183,7 @@ def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
     """
     rope: Mapping[str, Any] = config.rope_parameters
     full = rope.get("full_attention") or rope
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "vocab_size": wanted.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": wanted.hidden_size,
@@ -194,28 +199,30 @@ def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
     }
     if wanted.post_norms:  # Gemma 2 and 3
         windows = [kind.window for kind in wanted.layers]
-        found |= {"attention.sliding_window": config.sliding_window}
-        found |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
+        metadata |= {"attention.sliding_window": config.sliding_window}
+        metadata |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
         caps = {"attn_logit_softcapping": wanted.attention_softcap, "final_logit_softcapping": wanted.final_softcap}
-        found |= {key: float(cap) for key, cap in caps.items() if cap is not None}
+        metadata |= {key: float(cap) for key, cap in caps.items() if cap is not None}
         if "sliding_attention" in rope:
-            found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
-    return found
+            metadata["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    return metadata
 
 
-def differences(one: DecoderConfig, two: DecoderConfig) -> list[str]:
+def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:
     """Return the names of settings that differ by more than the precision of float32."""
-    names = [each.name for each in fields(one) if each.name != "layers"]
-    found = [name for name in names if not _equal(getattr(one, name), getattr(two, name))]
-    alike = len(one.layers) == len(two.layers) and all(map(_alike, one.layers, two.layers))
-    return found if alike else [*found, "windows or rotary embeddings"]
+    names = [field.name for field in fields(first) if field.name != "layers"]
+    names_that_differ = [name for name in names if not _equal(getattr(first, name), getattr(second, name))]
+    alike = len(first.layers) == len(second.layers) and all(map(_alike, first.layers, second.layers))
+    return names_that_differ if alike else [*names_that_differ, "windows or rotary embeddings"]
 
 
-def _equal(one: Any, two: Any) -> bool:
-    return one == two or (isinstance(one, float) and isinstance(two, float) and math.isclose(one, two, rel_tol=1e-6))
+def _equal(first: Any, second: Any) -> bool:
+    return first == second or (
+        isinstance(first, float) and isinstance(second, float) and math.isclose(first, second, rel_tol=1e-6)
+    )
 
 
-def _alike(one: LayerKind, two: LayerKind) -> bool:
-    pairs = zip(one.rope.inverse_frequencies, two.rope.inverse_frequencies, strict=True)
+def _alike(first: LayerKind, second: LayerKind) -> bool:
+    pairs = zip(first.rope.inverse_frequencies, second.rope.inverse_frequencies, strict=True)
     same = all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
-    return one.window == two.window and math.isclose(one.rope.scale, two.rope.scale, rel_tol=1e-6) and same
+    return first.window == second.window and math.isclose(first.rope.scale, second.rope.scale, rel_tol=1e-6) and same

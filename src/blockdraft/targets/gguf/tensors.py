@@ -93,9 +93,9 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
         theirs = names[ours]
         if theirs not in file.tensors:
             raise NotCovered(f"it lacks {theirs}")
-        found = file.tensors[theirs].shape
-        if found != shape:
-            raise NotCovered(f"{theirs} has the shape {list(found)} instead of {list(shape)}")
+        actual = file.tensors[theirs].shape
+        if actual != shape:
+            raise NotCovered(f"{theirs} has the shape {list(actual)} instead of {list(shape)}")
     check_kinds(file)
     weights = {ours: file.tensors[theirs] for ours, theirs in names.items()}
     expanded = set[str]()
@@ -142,18 +142,18 @@ def gguf_tensors(
         tensors: Tensors of the decoder by our names.
         factors_of: Base of rotary embeddings, if the file stores a factor for each frequency.
     """
-    names, heads, found = our_names(architecture, config), interleaved(architecture, config), dict[str, Stored]()
+    names, heads, written = our_names(architecture, config), interleaved(architecture, config), dict[str, Stored]()
     for ours, theirs in names.items():
         tensor = tensors[ours]
         if ours in heads:
             tensor = replace(tensor, read=partial(_interleave, tensor, heads[ours]))
         elif config.norm_plus_one and ours.endswith("norm.weight"):
             tensor = replace(tensor, kind="F32", read=partial(_plus_one, tensor))
-        found[theirs] = tensor
+        written[theirs] = tensor
     if factors_of is not None:
         frequencies = torch.tensor(config.layers[0].rope.inverse_frequencies)
-        found[ROPE_FACTORS] = stored(rope_factors(factors_of, frequencies))
-    return found
+        written[ROPE_FACTORS] = stored(rope_factors(factors_of, frequencies))
+    return written
 
 
 def _interleave(tensor: Stored, heads: int) -> Tensor:

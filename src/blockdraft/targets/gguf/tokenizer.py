@@ -22,8 +22,38 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Tokens that end a response in every vocabulary that has them, since many files name the wrong one.
-ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+# Tokens that end a response in every vocabulary that has them, whatever their type, as in llama.cpp. Many files name
+# the wrong one.
+ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<turn|>",
+    "<|tool_response>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+)
+HTML_END = "</s>"  # ends a response as a control token only; Qwen's vocabulary has it as a piece of text
+# Tokens that a model for code writes after what it fills in. Of each kind the first that the vocabulary has is used.
+FILL_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with both, "<|end|>" ends a message and not the response
 SPACE = "▁"
 
 
@@ -82,27 +112,29 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     if kind == "gpt2":
         if split not in SPLITS:
-            said = "does not name its pre-tokenization" if split is None else f"uses the pre-tokenization {split!r}"
-            raise UnknownTokenizer(f"it {said}; supported are {', '.join(sorted(SPLITS))}")
-        found = of_bytes(vocab, metadata, SPLITS[split])
+            problem = "does not name its pre-tokenization" if split is None else f"uses the pre-tokenization {split!r}"
+            raise UnknownTokenizer(f"it {problem}; supported are {', '.join(sorted(SPLITS))}")
+        tokenizer = of_bytes(vocab, metadata, SPLITS[split])
     elif kind == "llama":
-        found = of_pieces(vocab, types, metadata)  # which may spell tokens differently
-        vocab = dict(sorted(found.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
+        tokenizer = of_pieces(vocab, types, metadata)  # which may spell tokens differently
+        vocab = dict(sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
     else:
         raise UnknownTokenizer(f"it is of the kind {kind!r}; supported are gpt2 and llama")
+    ends = set(end_ids(metadata))
+    kinds = {token: TokenType.CONTROL if i in ends else types[i] for token, i in vocab.items()}
     for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
-        own = [AddedToken(token, normalized=False, special=special) for token, i in vocab.items() if types[i] == wanted]
-        (found.add_special_tokens if special else found.add_tokens)(own)
+        own = [AddedToken(token, normalized=False, special=special) for token in vocab if kinds[token] == wanted]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(own)
     spelled = {name: special_token(metadata, key) for name, key in SPECIAL.items()}
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS)
     bos = spelled["bos_token"] if adds_bos else None
-    found.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
+    tokenizer.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=_Kept(found),
+        tokenizer_object=_Kept(tokenizer),
         clean_up_tokenization_spaces=False,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=chat_templates(metadata),
         **spelled,
     )
 
@@ -147,11 +179,11 @@ def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split
     for merge in metadata.get("tokenizer.ggml.merges") or ():
         at = merge.find(" ", 1)
         merges.append((merge[:at], merge[at + 1 :]))
-    found = Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=split.whole))
     if split.composed:
-        found.normalizer = normalizers.NFC()
-    found.pre_tokenizer, found.decoder = split.pre_tokenizer(), decoders.ByteLevel()
-    return found
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = split.pre_tokenizer(), decoders.ByteLevel()
+    return tokenizer
 
 
 def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:
@@ -181,8 +213,25 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the ids of the tokens that end a response."""
-    given = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     types = metadata.get("tokenizer.ggml.token_type") or []
-    known = [i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in ENDS]
-    return sorted({number for number in (*given, *known) if number is not None})
+    wanted = {*ENDS, *(name for names in FILL_ENDS.values() for name in names)}
+    known = {token: number for number, token in enumerate(tokens) if token in wanted}
+    ends = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
+    ends |= {known.get(token) for token in ENDS}
+    ends |= {i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] == HTML_END}
+    for key, names in FILL_ENDS.items():
+        ids = (metadata.get(f"tokenizer.ggml.{key}_token_id"), *map(known.get, names))
+        ends.add(next((number for number in ids if number is not None), None))
+    if known.keys() >= HARMONY:
+        ends.discard(known.get("<|end|>"))
+    return sorted(number for number in ends if number is not None and (not tokens or number < len(tokens)))
+
+
+def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the chat template of a file, or its templates by name if there are several, as transformers does."""
+    key = "tokenizer.chat_template"
+    named = {name: metadata.get(f"{key}.{name}") for name in metadata.get("tokenizer.chat_templates") or ()}
+    named |= {name[len(key) + 1 :]: text for name, text in metadata.items() if name.startswith(f"{key}.")}
+    templates = {name: text for name, text in {"default": metadata.get(key), **named}.items() if text}
+    return templates.get("default") if set(templates) <= {"default"} else templates

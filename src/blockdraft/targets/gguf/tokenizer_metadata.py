@@ -57,17 +57,17 @@ def tokenizer_metadata(text: TargetText, size: int, architecture: str) -> tuple[
         )
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     pieces = bool(model.get("byte_fallback"))
-    found: dict[str, Any] = {"tokenizer.ggml.model": "llama" if pieces else "gpt2"}
-    found |= _vocabulary(tokenizer, spelled, size, pieces)
+    metadata: dict[str, Any] = {"tokenizer.ggml.model": "llama" if pieces else "gpt2"}
+    metadata |= _vocabulary(tokenizer, spelled, size, pieces)
     if pieces:
-        found |= {"tokenizer.ggml.pre": "default", "tokenizer.ggml.scores": _scores(spelled, size, merges)}
+        metadata |= {"tokenizer.ggml.pre": "default", "tokenizer.ggml.scores": _scores(spelled, size, merges)}
         first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
-        found["tokenizer.ggml.add_space_prefix"] = first.startswith(SPACE)
+        metadata["tokenizer.ggml.add_space_prefix"] = first.startswith(SPACE)
     else:
-        found |= {"tokenizer.ggml.pre": _nearest_split(tokenizer)}
-        found |= {"tokenizer.ggml.merges": [" ".join(merge) for merge in merges]}
-    found |= _special(tokenizer, text.eos_token_ids)
-    return found, _checked(tokenizer, found | {"general.architecture": architecture}, text.eos_token_ids)
+        metadata |= {"tokenizer.ggml.pre": _nearest_split(tokenizer)}
+        metadata |= {"tokenizer.ggml.merges": [" ".join(merge) for merge in merges]}
+    metadata |= _special(tokenizer, text.eos_token_ids)
+    return metadata, _checked(tokenizer, metadata | {"general.architecture": architecture}, text.eos_token_ids)
 
 
 def _spelled_out(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def _spelled_out(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UsageError("The target's tokenizer is not from the package tokenizers, and others cannot be written.")
-    found: dict[str, Any] = json.loads(backend.to_str())
-    return found
+    content: dict[str, Any] = json.loads(backend.to_str())
+    return content
 
 
 def _vocabulary(
@@ -131,26 +131,32 @@ def _special(tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> dict[s
     own = tokenizer.eos_token_id
     ordered = sorted(ends, key=lambda number: (number != own, number)) or ([] if own is None else [own])
     ids |= dict(zip(ENDS, ordered, strict=False))
-    found: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": i for key, i in ids.items() if i is not None}
+    metadata: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": i for key, i in ids.items() if i is not None}
     around = tokenizer("a")["input_ids"]
-    found["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and around[0] == tokenizer.bos_token_id
-    found["tokenizer.ggml.add_eos_token"] = own is not None and around[-1] == own
+    metadata["tokenizer.ggml.add_bos_token"] = (
+        tokenizer.bos_token_id is not None and around[0] == tokenizer.bos_token_id
+    )
+    metadata["tokenizer.ggml.add_eos_token"] = own is not None and around[-1] == own
     template = tokenizer.chat_template
-    template = template.get("default") if isinstance(template, dict) else template
-    return found | ({"tokenizer.chat_template": template} if template else {})
+    templates = template if isinstance(template, dict) else {"default": template}
+    others = {name: text for name, text in templates.items() if text and name != "default"}
+    if others:
+        metadata["tokenizer.chat_templates"] = list(others)
+        metadata |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
+    return metadata | ({"tokenizer.chat_template": templates["default"]} if templates.get("default") else {})
 
 
-def _checked(tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Any], ends: frozenset[int]) -> str | None:
+def _checked(tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any], ends: frozenset[int]) -> str | None:
     """Read the values back. Return a warning or None; errors as in `tokenizer_metadata`."""
     try:
-        again = gguf_tokenizer(found)
+        again = gguf_tokenizer(metadata)
     except UnknownTokenizer as unknown:
         raise UsageError(f"GGUF cannot describe the target's tokenizer: {unknown}.") from unknown
     wrong = [text for text in COMMON + RARE if again(text)["input_ids"] != tokenizer(text)["input_ids"]]
-    cut = f"It splits text unlike all known tokenizers; {found['tokenizer.ggml.pre']!r} comes nearest"
+    cut = f"It splits text unlike all known tokenizers; {metadata['tokenizer.ggml.pre']!r} comes nearest"
     if set(wrong) & {*COMMON}:
         raise UsageError(f"The target's tokenizer cannot be written as GGUF. {cut}, and differs on {wrong[0]!r}.")
-    lost = sorted(ends - {*end_ids(found)})
+    lost = sorted(ends - {*end_ids(metadata)})
     if lost:
         raise UsageError(
             f"The tokens {lost} end responses too, and GGUF has keys for only {len(ENDS)} such tokens; remove them "

@@ -49,11 +49,11 @@ def _check(path: Path, wanted: DecoderConfig) -> None:
     """Raise a UsageError unless a file is read back as this decoder."""
     file, wrong = open_gguf(path), ""
     try:
-        found = fitted(decoder_config(gguf_config(file)), file)
+        actual = fitted(decoder_config(gguf_config(file)), file)
     except NotCovered as refused:
         wrong = str(refused)
     else:
-        other = differences(found, replace(wanted, norm_plus_one=False))  # the one is added to the weights
+        other = differences(actual, replace(wanted, norm_plus_one=False))  # the one is added to the weights
         wrong = f"it would lose {', '.join(other)}" if other else ""
     if wrong:
         raise UsageError(f"The target cannot be written as a GGUF file, which cannot describe it: {wrong}.")

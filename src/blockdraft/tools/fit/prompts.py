@@ -143,12 +143,14 @@ def _of_record(record: Record, target: Target | TargetText, tokens: int) -> Iter
     if isinstance(record, str):
         yield from ({"prompt": text} for text in beginnings(record, target, tokens))
         return
-    asked = [message for message in record if message["role"] != "assistant"]
-    if chats and len(asked) == 1:
+    asked = [message for message in record.messages if message["role"] != "assistant"]
+    if chats and len(asked) == 1 and not record.tools:
         yield {"prompt": asked[0]["content"]}
     elif chats:  # the target writes its own responses
-        cleared = ({**message, "content": ""} if message["role"] == "assistant" else message for message in record)
-        yield {"messages": list(cleared)}
+        cleared = (
+            {**message, "content": ""} if message["role"] == "assistant" else message for message in record.messages
+        )
+        yield {"messages": list(cleared)} | ({"tools": record.tools} if record.tools else {})
     if chats:
         return
     if len(asked) > 1:

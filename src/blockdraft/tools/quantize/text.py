@@ -125,9 +125,9 @@ def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettin
 def _encoded(record: Record, encoder: ChatEncoder, has_template: bool) -> list[int]:
     if isinstance(record, str):
         return encoder.text(record)
-    written = [message for message in record if message["content"] is not None]
+    written = [message for message in record.messages if message["content"] is not None]
     if not has_template:
         return encoder.text("\n".join(str(message["content"]) for message in written))
     if written and written[-1]["role"] != "assistant":
-        return encoder.prompt(written)
-    return encoder.chat(written)[0]
+        return encoder.prompt(written, record.tools)
+    return encoder.chat(written, record.tools)[0]

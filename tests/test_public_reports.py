@@ -1,0 +1,158 @@
+"""Faults that users of other projects have reported, tried on this one. Each test names its reports."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from blockdraft.chat_text import encode_chat
+from blockdraft.data.chats import ChatEncoder
+from blockdraft.data.records import Chat, parse_record, read_records
+from blockdraft.data.settings import RecordSettings
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
+from blockdraft.targets import Target, load_target, load_target_text
+from blockdraft.types import SamplingParams
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Why not."}]
+END = frozenset({2})  # <|im_end|>
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir, device="cpu")
+
+
+@pytest.fixture
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    tokenizer = load_target_text(tiny_target_dir).tokenizer
+    assert tokenizer is not None
+    return tokenizer
+
+
+def learned(tokenizer: PreTrainedTokenizerBase, template: str, chat: list[dict[str, str]]) -> str:
+    """Text of the tokens that training data supervise."""
+    tokenizer.chat_template = template
+    ids, mask = ChatEncoder(tokenizer, END).chat(chat)
+    return str(tokenizer.decode([token for token, inside in zip(ids, mask, strict=True) if inside]))
+
+
+def test_the_text_of_a_stop_token_is_not_shown(target: Target) -> None:
+    """vllm-project/vllm#2538 and #3150: neither shown, nor is text before it lost, if the token is not special."""
+    assert target.tokenizer is not None
+    letters = [target.tokenizer(letter)["input_ids"][-1] for letter in "ab"]
+    end, first = letters[1], SamplingParams(max_new_tokens=1, logit_bias={letters[0]: 100.0}, ignore_eos=True)
+    with Engine(target, load_drafter("none", target=target)) as engine:
+        [begin] = engine.generate(["Hi"], first)
+        assert begin.text == "a"
+        params = SamplingParams(max_new_tokens=5, stop_token_ids=(end,), logit_bias={end: 100.0})
+        [completion] = engine.generate(["Hi"], params)
+        assert (completion.text, completion.finish_reason, completion.token_ids) == ("", "stop", [end])
+        chunks = list(engine.stream("Hi", params))
+        assert "".join(chunk.text for chunk in chunks) == ""
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"), [([4, 5], 4, {2, 4, 5}), (None, [6, 7], {2, 6, 7}), (5, None, {2, 5})]
+)
+def test_ends_of_all_files_end(
+    tmp_path: Path, tiny_target_dir: Path, generation: Any, config: Any, ends: set[int]
+) -> None:
+    """Blaizzy/mlx-vlm#2112, QwenLM/Qwen3#927, NVIDIA/TensorRT-Model-Connect#640: one file does not replace another."""
+    shutil.copytree(tiny_target_dir, tmp_path / "target")
+    for name, value in (("generation_config.json", generation), ("config.json", config)):
+        file = tmp_path / "target" / name
+        raw = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(raw | {"eos_token_id": value}))
+    assert load_target_text(tmp_path / "target").eos_token_ids == ends
+
+
+def test_one_token_begins_a_chat(tokenizer: PreTrainedTokenizerBase) -> None:
+    """sgl-project/sglang#888, deepseek-ai/DeepSeek-R1#151: the template's token is not doubled by the tokenizer's."""
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    template = "{{ bos_token }}" + CHATML
+    for ids in (
+        encode_chat(tokenizer, CHAT, chat_template=template),
+        ChatEncoder(tokenizer, END).prompt([*CHAT, CHAT[0]])
+        if not setattr(tokenizer, "chat_template", template)
+        else [],
+    ):
+        assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "größer als <b> \U0001f600"}'),
+        ("{{ messages | tojson(indent=1) }}", "größer als <b> \U0001f600"),
+        ("{{ strftime_now('%Y') }}", "20"),
+        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}x{% endfor %}ok", "ok"),
+    ],
+)
+def test_what_templates_may_use(tokenizer: PreTrainedTokenizerBase, template: str, text: str) -> None:
+    """huggingface/transformers#31100, oobabooga/textgen#6675, abetlen/llama-cpp-python#1486."""
+    chat = [{"role": "user", "content": "größer als <b> \U0001f600"}]
+    assert text in str(tokenizer.decode(encode_chat(tokenizer, chat, chat_template=template)))
+
+
+@pytest.mark.parametrize("template", ["{{ nothing | tojson }}", "{{ nothing.more }}", "{{ 1 / 0 }}", "{% if %}"])
+def test_any_failure_of_a_template_is_named(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """sgl-project/sglang#20700: a TypeError of a filter was an internal error."""
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match="refused by the chat template"):
+        ChatEncoder(tokenizer, END).prompt(CHAT[:1])
+
+
+def test_a_marked_response_ends_where_it_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """huggingface/transformers#47325: a response of the first token alone must not mark all that follows."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+        "{% endgeneration %}{% else %}{{ '<|im_start|>' + message.content }}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "assistant", "content": "A"}, CHAT[0], {"role": "assistant", "content": " "}, CHAT[0]]
+    assert learned(tokenizer, template, chat) == "A "
+
+
+def test_templates_without_marks(tokenizer: PreTrainedTokenizerBase) -> None:
+    """marin-community/marin#7237, huggingface/transformers#34172: their responses are learned all the same."""
+    assert learned(tokenizer, CHATML, CHAT) == "Why not.<|im_end|>"
+
+
+def test_what_the_generation_prompt_holds_is_not_learned(tokenizer: PreTrainedTokenizerBase) -> None:
+    """NVIDIA-NeMo/Automodel#3739: empty thoughts that the template writes before each response."""
+    template = CHATML.replace("'assistant\\n'", "'assistant\\n'").replace(
+        "<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think></think>' }}"
+    )
+    template = template.replace(
+        "message.role + '\\n' + message.content",
+        "message.role + '\\n' + ('<think></think>' if message.role == 'assistant' else '') + message.content",
+    )
+    assert learned(tokenizer, template, CHAT) == "Why not.<|im_end|>"
+
+
+@pytest.mark.parametrize("tools", ['[{"name": "f"}]', [{"type": "function", "function": {"name": "f"}}], [], None])
+def test_forms_of_tools_in_data(tools: Any) -> None:
+    """NVIDIA-NeMo/Automodel#2324: a list as text is read, an empty one is none."""
+    record = parse_record({"messages": CHAT, "tools": tools}, RecordSettings())
+    assert record == Chat(CHAT, [{"type": "function", "function": {"name": "f"}}] if tools else None)
+
+
+def test_objects_of_different_keys_in_data(tmp_path: Path) -> None:
+    """huggingface/datasets#7160, #7162 and #8069: missing fields and empty objects stay what they are."""
+    calls: list[dict[str, Any]] = [{}, {"a": 1}, {"b": {"c": None}}, {"a": "text"}]
+    chats = [
+        [*CHAT, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": call}]}]
+        for call in calls
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    records = [record for _, record in read_records([str(tmp_path / "a.jsonl")], RecordSettings())]
+    found = [record.messages[-1]["tool_calls"][0]["function"]["arguments"] for record in records if record != ""]  # type: ignore[union-attr]
+    assert found == calls
