@@ -119,9 +119,9 @@ def weights_of(engine: Engine) -> tuple[int, int]:
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:  # the network drops its weights once its forward pass is compiled
                 drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    file = engine.target.path
-    if file is not None and is_gguf(file):  # the weights themselves would have to be dequantized
-        return sum(math.prod(tensor.shape) for tensor in open_gguf(file).tensors.values()), drafter
+    model = engine.target.path
+    if model is not None and is_gguf(model):  # the weights themselves would have to be dequantized
+        return sum(math.prod(tensor.shape) for tensor in open_gguf(model).tensors.values()), drafter
     return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
 
 
