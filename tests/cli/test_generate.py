@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from standard_stream import ESCAPES, Stream
-from transformers import AutoTokenizer
+from tiny_models import tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from blockdraft.cli import answers, display
 from blockdraft.cli.answers import Comparison, slower_note
@@ -280,6 +281,23 @@ def test_prompt_from_standard_input(generate: Run, expected: dict[str, Any]) -> 
     assert generate(stdin=b"hello\n").out == expected["text"] + "\n"
     assert generate("-", stdin=b"hello").out == expected["text"] + "\n"
     assert generate(stdin=b"\xef\xbb\xbfhello\r\n").out == expected["text"] + "\n"  # as Windows writes
+
+
+def test_a_suffix_needs_a_model_that_fills_in(generate: Run) -> None:
+    refused(generate("hello", "--suffix", "world"), "no fill-in-the-middle tokens")
+    refused(generate("--prompts", "x.jsonl", "--suffix", "world"), "--suffix")
+
+
+def test_a_suffix(blockdraft: Callable[..., Any], tmp_path: Path, tiny_target_dir: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], special_tokens=True)
+    config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with Engine(load_target(tmp_path, device="cpu")) as engine:
+        completion = engine.infill("ab", "yz", params=SamplingParams(12))
+    words = ("generate", "ab", "--suffix", "yz", "--target", tmp_path, "--device", "cpu", "--drafter", "none")
+    assert blockdraft(*words, "--max-new-tokens", 12).out == completion.text + "\n"
 
 
 def test_without_a_drafter(generate: Run, expected: dict[str, Any]) -> None:

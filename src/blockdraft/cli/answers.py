@@ -17,7 +17,7 @@ from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Engine
 from blockdraft.engine.text import AnswerText, encode, end_token_ids
 from blockdraft.errors import counted
-from blockdraft.types import SamplingParams
+from blockdraft.types import Prompt, SamplingParams
 
 DRAFTED = "green"
 RUNS = 3  # of a comparison
@@ -25,7 +25,7 @@ WARM_UP_TOKENS = 8
 SLOWER = 0.95  # speed-up below which drafting counts as slower
 
 
-def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
+def stream_answer(console: Console, engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
     """Print an answer as it comes, with accepted draft tokens in colour, and its statistics."""
     ids = encode(prompt, engine.target)
     chunks = engine.stream(ids, params)  # raises for a bad request before anything is printed
@@ -88,7 +88,7 @@ class Comparison:
         return self.drafted.stats.tokens_per_second / plain if plain else None
 
 
-def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> Comparison:
+def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams) -> Comparison:
     """Decode a prompt with the engine and plainly, `RUNS` times each, interleaved, after a short warm-up.
 
     Args:

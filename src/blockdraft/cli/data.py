@@ -13,7 +13,16 @@ from pydantic import Field
 from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, tell
 from blockdraft.cli.options import DATA, DRAFTING, MODEL, SAMPLING, Only
-from blockdraft.cli.target import AsJson, Folder, Records, TargetSettings, Trained, quiet
+from blockdraft.cli.target import (
+    AsJson,
+    Folder,
+    Records,
+    TargetSettings,
+    Trained,
+    quiet,
+    read_template,
+    set_template,
+)
 from blockdraft.data.settings import DataSettings, HiddenStateSettings, RecordSettings
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import Flag, settings
@@ -21,7 +30,7 @@ from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import Quantize, SamplingParams
 
 if TYPE_CHECKING:
-    from blockdraft.targets import Target, TargetText
+    pass
 
 BatchSize = Annotated[DataSettings, Only("batch_size")]
 
@@ -158,15 +167,15 @@ def data(
     complaints = Complaints()
     complaints.noted(check_writable, out)
     complaints.noted(check_sources, sources, records)
-    template = complaints.noted(_read, where.chat_template)
+    template = complaints.noted(read_template, where.chat_template) if where.chat_template else None
     complaints.check()
     text = load_target_text(run.target or "bundled", run.revision)
-    _set_template(text, template)
+    set_template(text, template)
     tell("reading and checking the records ...")
     checked = RecordReader(text, sources, records, settings).check()
     target = run.load(quantize=where.quantize) if writer == "target" else None
     if target is not None:
-        _set_template(target, template)
+        set_template(target, template)
         settings = replace(settings, author=target_fingerprint(target))
     preparation = Preparation(out, target or text, sources, records, settings, checked)
     reader = preparation.reader
@@ -209,18 +218,6 @@ def data(
         print(f"skipped, cannot be used: {counted(manifest['skipped'], 'record')}")
     for reason, count in counts["left_out"].items():
         print(f"left out, {reason}: {counted(count, 'record')}")
-
-
-def _read(template: Path | None) -> str | None:
-    try:
-        return None if template is None else template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{template} cannot be read ({error}).") from error
-
-
-def _set_template(target: Target | TargetText, template: str | None) -> None:
-    if template is not None and target.tokenizer is not None:
-        target.tokenizer.chat_template = template
 
 
 def hidden_states(

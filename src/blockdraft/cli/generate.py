@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from blockdraft.errors import UsageError
 from blockdraft.machine import PeakMemory, uncollected
 from blockdraft.settings import Count, Flag, settings
 from blockdraft.timing import telling
-from blockdraft.types import SamplingParams
+from blockdraft.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Chunk, Engine
@@ -50,6 +51,11 @@ class GenerateSettings:
         None,
         description='File of prompts, one {"prompt": "text"} or {"turns": ["text", ...]} per line. Each answer is '
         "printed as one line of JSON as soon as it is done. Prompt i, from 0 on, has the seed + i.",
+    )
+    suffix: Annotated[str | None, Flag(metavar="TEXT", panel=DATA)] = Field(
+        None,
+        description="Text behind the answer: a model of code writes what stands between the prompt and it. No chat "
+        "template is used.",
     )
     batch_size: Count | None = Field(
         None, description="Number of prompts decoded together; by default as many as the engine has room for."
@@ -79,18 +85,18 @@ def generate(
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
     tell_unused(params, [params.temperature], drafting.sampled)
     if how.prompts is not None:
-        exclude(f"--prompts {how.prompts}", ("--compare", how.compare), ("a prompt", prompt))
+        exclude(f"--prompts {how.prompts}", ("--compare", how.compare), ("a prompt", prompt), ("--suffix", how.suffix))
     if how.compare and drafting.sampled and params.temperature:
         raise UsageError(
             "--compare and --sampled exclude each other at a temperature, since their tokens differ. To compare "
             "speeds, use blockdraft bench --methods none,chain,chain-sampled --temperature T."
         )
-    texts = read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
+    prompts: Sequence[Prompt] = read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
 
     with uncollected():
         from blockdraft.cli import answers
         from blockdraft.drafters import load_drafter
-        from blockdraft.engine import Engine
+        from blockdraft.engine import Engine, infill_params, infill_prompt
 
         peak = PeakMemory() if as_json else None  # on top of what the imports take
         size = {"max_batch_size": how.batch_size or 1} if how.batch_size or not how.prompts else {}
@@ -99,10 +105,14 @@ def generate(
         engine = Engine(target, loaded, drafting=auto_by_default(drafting), **size)
 
     if how.prompts:
-        _answer_all(engine, texts, params)
+        _answer_all(engine, prompts, params)
         tell(answers.ahead_note(engine.drafter))
         return
-    [text] = texts
+    [text] = prompts
+    if how.suffix is not None:
+        room = target.max_context - params.max_new_tokens
+        text = infill_prompt(target.tokenizer, str(text), how.suffix, max_tokens=room)
+        params = infill_params(target.tokenizer, params)
     console, shows_tokens = standard(), sys.stdout.isatty() and not as_json
     if shows_tokens:
         answers.stream_answer(console, engine, text, params)
@@ -125,7 +135,7 @@ def generate(
     tell(answers.ahead_note(engine.drafter))
 
 
-def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> None:
+def _answer_all(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> None:
     """Print answers as JSON lines, in the order in which they end."""
     from blockdraft.cli.answers import as_dict
 
