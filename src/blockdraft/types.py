@@ -109,6 +109,17 @@ class SamplingParams:
     grammar: Grammar | None = described(
         None, "A grammar that the answer follows. Once the text is complete, only the target's end tokens are allowed."
     )
+    prediction: str | Sequence[int] = described(
+        (),
+        "Text or token ids that much of the answer is expected to repeat, such as a file before an edit. It is drafted "
+        "while the answer agrees with it, and found again after a change. It changes the speed and never the "
+        "distribution of the answer.",
+    )
+    lookup_scope: str | None = described(
+        None,
+        "Name of the client or conversation whose earlier answers the drafter `lookup` may copy. Answers are never "
+        "shared between scopes; None neither copies nor keeps any.",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", _whole("max_new_tokens", self.max_new_tokens))
@@ -163,6 +174,14 @@ class SamplingParams:
                 object.__setattr__(self, name, count := _whole(name, value, " or None"))
                 if not 0 <= count <= MOST_LOGPROBS:
                     raise UsageError(f"{name} is {count}; it must be from 0 to {MOST_LOGPROBS}, or None.")
+        if not isinstance(self.prediction, str):
+            predicted = _listed("prediction", self.prediction)
+            for token in predicted:
+                if not _is_whole(token) or token < 0:
+                    raise UsageError(f"prediction must be a text or hold token ids, 0 or more, got {token!r}.")
+            object.__setattr__(self, "prediction", tuple(map(int, predicted)))
+        if self.lookup_scope is not None and not isinstance(self.lookup_scope, str):
+            raise UsageError(f"lookup_scope must be a string or None, got {self.lookup_scope!r}.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UsageError(f"grammar is {self.grammar!r}; it must be a Grammar or None.")
         if self.grammar is not None and self.ignore_eos:

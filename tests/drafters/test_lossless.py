@@ -31,7 +31,7 @@ FOLDERS = {
     "medusa": "tiny_medusa_dir",
     "mtp": "tiny_mtp_dir",
     "none": None,
-    "prompt_lookup": None,
+    "lookup": None,
 }
 FILES = sorted(drafters.entries())
 DRAFTINGS = {"chain": Drafting(None), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}

@@ -76,7 +76,7 @@ def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
 ) -> None:
     elsewhere, free = torch.device("cuda:1"), {target.device: 10**12}
     monkeypatch.setattr(type(drafter), "device", elsewhere)
-    own = HybridDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
+    own = HybridDrafter([load_drafter("lookup", target=target), drafter]) if joined else drafter
     engine = Engine(target, own, drafting=Drafting(None))
     free[elsewhere] = drafter.state_bytes(1, 1000) / kv_slots.SHARE + 1
     monkeypatch.setattr(kv_slots, "free_bytes", free.__getitem__)

@@ -12,7 +12,7 @@ from blockdraft import Drafting, Grammar, RequestDrafting, SamplingParams
 
 CASES_PER_MODEL = 20
 LONGEST_PROMPT, LONGEST_ANSWER = 200, 48
-BLOCK_SIZES = {"draft_lm": 8, "prompt_lookup": 16, "none": 1}  # of the others the folder says
+BLOCK_SIZES = {"draft_lm": 8, "lookup": 16, "none": 1}  # of the others the folder says
 STOPS = ("e", "a", "th", "\n", "ü", " ", "zz")
 # Of characters whose tokens are no end tokens.
 GRAMMARS = ("[a-f]{2,9}(the|in)*[0-9]{1,3}", "(ab|[x-z]+)*7", "[A-Z0-9a-z]+", "the[a-z]{40}")

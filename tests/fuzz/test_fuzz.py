@@ -56,7 +56,7 @@ def test_cases_are_of_every_kind() -> None:
 def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token that is another, in what every engine but the plain one says."""
     case = case_of(3)
-    case = replace(case, drafter="prompt_lookup", drafting=replace(case.drafting, sampled=False))
+    case = replace(case, drafter="lookup", drafting=replace(case.drafting, sampled=False))
     for ask in case.asks:
         ask.cancel = ask.stream = False
     run(case, models)

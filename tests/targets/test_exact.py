@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter
-from blockdraft.drafters.prompt_lookup import PromptLookupDrafter, Texts
+from blockdraft.drafters.lookup import LookupDrafter, Texts
 from blockdraft.engine import Costs, Engine
 from blockdraft.targets import LoadOptions, Target, TargetOutput, exact, load_target, native
 from blockdraft.targets.hf import HFTarget
@@ -58,7 +58,7 @@ PROMPTS = [[(7 * i * i + 5 * row) % 55 + 4 for i in range(1 + (5 * row) % 19)] f
 GREEDY = SamplingParams(16, ignore_eos=True)
 
 
-class Oracle(PromptLookupDrafter):
+class Oracle(LookupDrafter):
     """Drafts what comes next, four times of five, among wrong draft tokens at random places of the tree."""
 
     block_size = 6
@@ -106,7 +106,7 @@ def answers(target: Target, drafter: Drafter, rows: int = 1, drafting: Drafting 
 
 
 def plain(target: Target) -> list[list[int]]:
-    return answers(target, PromptLookupDrafter(), 1, Drafting(block_size=1))
+    return answers(target, LookupDrafter(), 1, Drafting(block_size=1))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_answers_are_those_of_plain_decoding(
     for rows, drafting in DRAFTINGS if name in WIDE else DRAFTINGS[:2]:
         assert answers(target, Oracle(expected), rows, drafting) == expected
     if name in WIDE:
-        assert answers(target, PromptLookupDrafter(), 8, Drafting(block_size=1)) == expected
+        assert answers(target, LookupDrafter(), 8, Drafting(block_size=1)) == expected
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.grammar import AnswerGrammar
+from blockdraft.engine.prediction import Prediction
 from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, UsageError, describe
@@ -30,6 +31,8 @@ class Request:
         listener: Called with each chunk of the answer, in the worker thread. An exception in it ends the request.
         drafting: Draft limits that are stricter than the engine's, or None.
         grammar: State of its grammar after the tokens so far, if it has one.
+        prediction: Its predicted output, if it has one.
+        max_depth: Most draft tokens on a path by the request's limits, or None.
         trace: Whether chunks report the steps they come from.
         cycle: The last step, until a chunk has reported it.
         token_ids: The answer so far. The last token is the anchor.
@@ -49,6 +52,8 @@ class Request:
     listener: Callable[[Chunk], object] | None = None
     drafting: RequestDrafting | None = None
     grammar: AnswerGrammar | None = None
+    prediction: Prediction | None = None
+    max_depth: int | None = None
     trace: bool = False
     cycle: CycleTrace | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -74,6 +79,36 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def has_own_drafts(self) -> bool:
+        """Whether it provides draft tokens itself."""
+        return self.prediction is not None or self.grammar is not None
+
+    def own_draft(self, most: int) -> list[int]:
+        """Return the tokens that its grammar forces, or those of its prediction if these begin with them."""
+        budget = None if self.drafting is None else self.drafting.tree_budget
+        limits = [most, self.remaining - 1, self.max_depth, budget or None]
+        most = min(limit for limit in limits if limit is not None)
+        if self.prediction is not None:
+            self.prediction.num_drafted = 0
+        if most <= 0:
+            return []
+        forced = [] if self.grammar is None else self.grammar.forced_tokens()[:most]
+        if self.prediction is None:
+            return forced
+        predicted = self.prediction.draft(self.token_ids, most)
+        if predicted[: len(forced)] != forced:
+            return forced
+        self.prediction.num_drafted = len(predicted)
+        return predicted
+
+    def count_prediction(self, path: Sequence[int]) -> None:
+        """Count the prediction's draft tokens on an accepted path. They are the first nodes behind the anchor."""
+        if self.prediction is not None:
+            accepted = sum(0 < node <= self.prediction.num_drafted for node in path)
+            self.stats.accepted_prediction += accepted
+            self.stats.rejected_prediction += self.prediction.num_drafted - accepted
 
     def cancel(self) -> None:
         """End the request early and keep the tokens so far. May be called from any thread."""
@@ -221,6 +256,13 @@ class RunningSequence:
     @property
     def in_prefill(self) -> bool:
         return self.prefilled < len(self.request.prompt)
+
+    @property
+    def num_cached(self) -> int:
+        """Number of its tokens in the cache. The last token of the output is the anchor, which is not in it."""
+        if self.in_prefill:
+            return self.prefilled
+        return len(self.request.prompt) + max(len(self.request.token_ids) - 1, 0)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import PART, Distributions
+from blockdraft.decode.merging import put_first
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
@@ -25,6 +26,7 @@ from blockdraft.types import CycleTrace, TokenLogprob
 
 MAX_PENDING_STEPS = 512  # plain steps before the drafter observes what they committed
 OBSERVE_TOKENS = 256  # tokens of a batch in one such call of `observe`, whose memory grows with them
+MAX_OWN_NODES = 64  # nodes of a batch whose requests provide draft tokens themselves, unless its plan has more
 
 
 class Outcome(NamedTuple):
@@ -40,6 +42,7 @@ class Outcome(NamedTuple):
         drafter: Index of the member that drafted, for a `HybridPlan`.
         seconds: Time of the step, without `catch_up_seconds`.
         catch_up_seconds: Time the drafter spent on hidden states left over from earlier steps.
+        has_own_drafts: Whether draft tokens came from the requests themselves.
         invalid: Indices of sequences without a next token, because logits were not finite or the grammar allows none.
             Nothing of them was committed.
     """
@@ -53,6 +56,7 @@ class Outcome(NamedTuple):
     drafter: int = 0
     seconds: float = 0.0
     catch_up_seconds: float = 0.0
+    has_own_drafts: bool = False
     invalid: Sequence[int] = ()
 
 
@@ -109,12 +113,15 @@ class Runner:
         for store in (self.cache, self.state):
             store.copy(source, start, length)
 
+    def remember(self, request: Request) -> None:
+        """Let the drafter keep the output of a finished request for others of its `lookup_scope`."""
+        if request.params.lookup_scope is not None:
+            self.drafter.remember(self.state, request.params.lookup_scope, request.token_ids)
+
     def restore(self, sequence: RunningSequence) -> None:
         """Undo a failed step: keep only the tokens that the request knows."""
-        request, cache = sequence.request, self.cache.of([sequence.start])
-        # The last token of the answer is the anchor, which is not in the cache.
-        known = sequence.prefilled if sequence.in_prefill else len(request.prompt) + len(request.token_ids) - 1
-        cache.truncate([min(known, *cache.lengths)])
+        cache = self.cache.of([sequence.start])
+        cache.truncate([min(sequence.num_cached, *cache.lengths)])
         self._zero_slots(sequence.start)
 
     def _zero_slots(self, start: int) -> None:
@@ -185,11 +192,12 @@ class Runner:
         self._observe(sequences, tokens, output.hidden_states, paths)
         return invalid
 
-    def step(self, sequences: Sequence[RunningSequence], plan: Plan) -> Outcome:
+    def step(self, sequences: Sequence[RunningSequence], plan: Plan, own_drafts: bool = True) -> Outcome:
         """Run one step: propose, score, verify, commit, observe.
 
         Args:
             sequences: Running sequences whose prompts have been read.
+            own_drafts: Whether the requests' own draft tokens come before the drafter's.
         """
         with Cycle() as timer:
             requests, starts = [sequence.request for sequence in sequences], [sequence.start for sequence in sequences]
@@ -203,7 +211,10 @@ class Runner:
                 timer.mark(OBSERVE)
                 catch_up_seconds = timer.total - before
 
-            proposal = self._propose(requests, starts, anchor, plan)
+            own: list[list[int]] = [[] for _ in requests]
+            if own_drafts and any(request.has_own_drafts for request in requests):
+                own = _own_drafts(sequences, plan)
+            proposal = self._propose(requests, starts, anchor, plan, own)
             timer.mark(DRAFT_CHOICE)
             output = self.target.forward(
                 proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers
@@ -226,8 +237,10 @@ class Runner:
                     count = request.extend(new[i], [True] * (len(new[i]) - 1) + [False], logprobs[i])
                     request.stats.committed.append(count)
                     request.stats.drafted.append(max_depth[i])
+                    if own[i]:
+                        request.count_prediction(paths[i])
             timer.mark(BOOKKEEPING)
-            if plan.block_size == 1 and not invalid:
+            if plan.block_size == proposal.tokens.size(1) == 1 and not invalid:
                 self._pending.append((proposal.tokens, output.hidden_states))
                 self._pending_of = list(sequences)
             else:
@@ -252,17 +265,28 @@ class Runner:
             drafter=proposal.part,
             seconds=timer.total - catch_up_seconds,
             catch_up_seconds=catch_up_seconds,
+            has_own_drafts=any(own),
             invalid=invalid,
         )
 
-    def _propose(self, requests: Sequence[Request], starts: Sequence[int], anchor: Tensor, plan: Plan) -> Proposal:
-        if plan.block_size == 1:
-            return chain(anchor[:, None])
-        if self._sampled and any(params.temperature > 0 for params in plan.params):
-            plan = plan.as_sampled(self._fresh_numbers(requests)[:, : plan.block_size - 1])
-        proposal = self.drafter.propose(self.state.of(starts), anchor, plan)
+    def _propose(
+        self,
+        requests: Sequence[Request],
+        starts: Sequence[int],
+        anchor: Tensor,
+        plan: Plan,
+        own: Sequence[list[int]],
+    ) -> Proposal:
+        if plan.block_size == 1 or all(len(draft_tokens) >= plan.block_size - 1 for draft_tokens in own):
+            proposal = chain(anchor[:, None])
+        else:
+            if self._sampled and any(params.temperature > 0 for params in plan.params):
+                plan = plan.as_sampled(self._fresh_numbers(requests)[:, : plan.block_size - 1])
+            proposal = self.drafter.propose(self.state.of(starts), anchor, plan)
+        if any(own):
+            proposal = put_first(own, proposal, plan.tree_budget)
         limits = [request.drafting for request in requests]
-        return cut(proposal, limits) if any(limits) else proposal
+        return cut(proposal, limits) if proposal.tokens.size(1) > 1 and any(limits) else proposal
 
     def _verify(
         self, requests: Sequence[Request], proposal: Proposal, output: TargetOutput
@@ -363,6 +387,13 @@ class Runner:
                     hidden_states=hidden_states if hidden_states is None else hidden_states[i : i + 1],
                     paths=[range(lengths[i])],
                 )
+
+
+def _own_drafts(sequences: Sequence[RunningSequence], plan: Plan) -> list[list[int]]:
+    """Return the draft tokens that requests provide themselves, at most as many as each sequence has KV slots for."""
+    free_slots = min(sequence.capacity - sequence.num_cached for sequence in sequences)
+    nodes = max(MAX_OWN_NODES // len(sequences), plan.block_size, 1 + plan.tree_budget)
+    return [sequence.request.own_draft(min(nodes, free_slots) - 1) for sequence in sequences]
 
 
 def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, index: int, seconds: float) -> CycleTrace:

@@ -30,6 +30,7 @@ HOLD, HOLD_GROWTH = 16, 8  # a decision holds for up to 16 steps, one more per 8
 # below minus the second. Each further batch size, whose times are unknown, adds to it.
 TRIAL_SHARE, MAX_CREDIT, MAX_DEBT, NEW_SIZE_CREDIT = 0.01, 2.0, 1.0, 0.5
 MAX_TRIAL_TIME = 2.5  # relative to the best step
+HIDDEN_TRIAL_COST = 0.25  # credit for a trial whose outcome draft tokens of the requests hide
 
 LoadCosts = Callable[[Drafter], Costs | None]
 
@@ -204,6 +205,10 @@ class Controller:
         decision, acceptance, requests = self._decision, self._acceptance, outcome.requests
         if decision is None:
             return
+        if outcome.has_own_drafts:  # tokens and seconds do not show what the drafter brings
+            self._tried = decision.trial
+            self._credit -= HIDDEN_TRIAL_COST * decision.trial
+            return
         self._step += 1
         acceptance.age()
         drafted = None
@@ -369,6 +374,10 @@ class HybridController(Controller):
         return HybridPlan(max(turn.plan.block_size for turn in turns), plans[0].params, turns)
 
     def learn(self, outcome: Outcome) -> None:
+        if outcome.has_own_drafts:
+            for member in self._members:
+                member.learn(outcome)
+            return
         turns = outcome.plan.turns if isinstance(outcome.plan, HybridPlan) else ()
         plans = {turn.drafter: turn.plan for turn in turns}
         none, plain = [0] * len(outcome.requests), ChainPlan(1, outcome.plan.params)
