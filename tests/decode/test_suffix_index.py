@@ -10,7 +10,7 @@ START = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.97)
 
 
 def longest_match(context: list[int], tokens: list[int], before: int) -> tuple[int, set[int]]:
-    """Return the length of the longest suffix of the context in `tokens`, and the positions behind it up to `before`."""
+    """Return the length of the longest suffix of the context in `tokens`, and its ends up to `before`."""
     for length in range(min(len(context), len(tokens)), 0, -1):
         ends = {end for end in range(length, before + 1) if tokens[end - length : end] == context[-length:]}
         if ends:

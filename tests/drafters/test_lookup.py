@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_long_match_is_continued_far_and_a_short_one_briefly() -> None:
 def test_the_longest_and_then_latest_match_is_continued() -> None:
     assert draft_tokens(observed([[1, 2, 3, 4, 9, 3, 5, 1, 2]]), 3, 2) == [4]  # three tokens match, not one
     assert draft_tokens(observed([[2, 3, 4, 9, 2, 3, 5, 8, 2]]), 3, 2) == [5]
+
+
+def test_a_file_that_is_rewritten_with_one_change_takes_few_steps() -> None:
+    random = Random(0)
+    words = [[random.randrange(4, 300) for _ in range(3)] for _ in range(40)]
+    file = [token for _ in range(200) for token in random.choice(words)]
+    output = [5000, *file[:300], 5001, 5002, *file[301:], 5003]
+    state = observed([file])
+    done, steps = 0, 0
+    while done < len(output) - 1:
+        draft = [*draft_tokens(state, output[done], 17), None]
+        accepted = next(i for i, token in enumerate(draft) if token is None or [token] != output[done + 1 + i :][:1])
+        observed([output[done : done + 1 + accepted]], state)
+        done, steps = done + 1 + accepted, steps + 1
+    assert len(output) / steps > 8
 
 
 def test_a_repeating_text_is_drafted_to_go_on_repeating() -> None:

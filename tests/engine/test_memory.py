@@ -12,7 +12,7 @@ from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.engine import Engine, kv_slots
-from blockdraft.engine.runner import OBSERVE_TOKENS
+from blockdraft.engine.runner import MAX_OWN_NODES, OBSERVE_TOKENS
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -45,7 +45,8 @@ def test_stores_logits_features_and_forwards_count(target: Target, drafter: Draf
         return max(target.forward_bytes(2, nodes, min(longest, 501)), target.forward_bytes(1, read, longest))
 
     def logits(nodes: int) -> int:
-        return 2 * nodes * target.vocab_size * (4 + 8)  # of a cycle's nodes, with two copies
+        # Of a step's nodes, or of those that a request drafts itself, with two copies.
+        return max(2 * nodes, MAX_OWN_NODES) * target.vocab_size * (4 + 8)
 
     def hidden_states(tokens: int) -> int:
         return 2 * tokens * len(drafter.target_layers) * target.hidden_size * 4  # by layer and together

@@ -213,7 +213,7 @@ class Runner:
 
             own: list[list[int]] = [[] for _ in requests]
             if own_drafts and any(request.has_own_drafts for request in requests):
-                own = _own_drafts(sequences, plan)
+                own = self._own_drafts(sequences, plan)
             proposal = self._propose(requests, starts, anchor, plan, own)
             timer.mark(DRAFT_CHOICE)
             output = self.target.forward(
@@ -287,6 +287,20 @@ class Runner:
             proposal = put_first(own, proposal, plan.tree_budget)
         limits = [request.drafting for request in requests]
         return cut(proposal, limits) if proposal.tokens.size(1) > 1 and any(limits) else proposal
+
+    def _own_drafts(self, sequences: Sequence[RunningSequence], plan: Plan) -> list[list[int]]:
+        """Return the draft tokens that requests provide themselves, at most as many as each sequence has KV slots for.
+
+        Next to sampled chains their number must not depend on the other sequences.
+        """
+        free_slots = min(sequence.capacity - sequence.num_cached for sequence in sequences)
+        most = max(MAX_OWN_NODES // len(sequences), plan.block_size, 1 + plan.tree_budget) - 1
+        drafts = []
+        for sequence, params in zip(sequences, plan.params, strict=True):
+            beside_sampled = self._sampled and params.temperature > 0 and plan.block_size > 1
+            limit = plan.block_size - 1 if beside_sampled else most
+            drafts.append(sequence.request.own_draft(min(limit, free_slots - 1)))
+        return drafts
 
     def _verify(
         self, requests: Sequence[Request], proposal: Proposal, output: TargetOutput
@@ -387,13 +401,6 @@ class Runner:
                     hidden_states=hidden_states if hidden_states is None else hidden_states[i : i + 1],
                     paths=[range(lengths[i])],
                 )
-
-
-def _own_drafts(sequences: Sequence[RunningSequence], plan: Plan) -> list[list[int]]:
-    """Return the draft tokens that requests provide themselves, at most as many as each sequence has KV slots for."""
-    free_slots = min(sequence.capacity - sequence.num_cached for sequence in sequences)
-    nodes = max(MAX_OWN_NODES // len(sequences), plan.block_size, 1 + plan.tree_budget)
-    return [sequence.request.own_draft(min(nodes, free_slots) - 1) for sequence in sequences]
 
 
 def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, index: int, seconds: float) -> CycleTrace:
