@@ -338,7 +338,7 @@ def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_tar
     for name in ("pages.gguf", "notes.gguf"):
         (tmp_path / name).write_text("notes")
     for bad, told in (
-        (tmp_path, r"is no drafter; .* lookup. It holds the file \S*notes.gguf, which may be one.$"),
+        (tmp_path, r"is no drafter; .* lookup, mtp, none. It holds the file \S*notes.gguf, which may be one.$"),
         ("lookup+nowhere", "^nowhere is no drafter"),
         ("owner/name", "If it is on the hub, fetch it: hf download owner/name"),
         (tmp_path / "notes.gguf", "is no GGUF file"),

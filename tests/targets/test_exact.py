@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter
-from blockdraft.drafters.lookup import LookupDrafter, Texts
+from blockdraft.drafters.lookup import LookupDrafter, LookupState
 from blockdraft.engine import Costs, Engine
 from blockdraft.targets import LoadOptions, Target, TargetOutput, exact, load_target, native
 from blockdraft.targets.hf import HFTarget
@@ -70,9 +70,9 @@ class Oracle(LookupDrafter):
     def _draw(self, below: int) -> int:
         return int(torch.randint(below, (), generator=self.random))
 
-    def propose(self, state: Texts, anchor: Tensor, plan: Plan) -> Proposal:
+    def propose(self, state: LookupState, anchor: Tensor, plan: Plan) -> Proposal:
         anchors = anchor.flatten().tolist()
-        rows = [self._row([*text.tokens, token], plan) for text, token in zip(state.texts, anchors, strict=True)]
+        rows = [self._row([*text.tokens, token], plan) for text, token in zip(state.sequences, anchors, strict=True)]
         tokens, parents = zip(*rows, strict=True)
         return Proposal(torch.tensor(tokens), torch.tensor(parents))
 

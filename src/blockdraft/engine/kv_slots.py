@@ -249,8 +249,8 @@ class Memory:
     def workspace(self, slots: int) -> int:
         """Return the bytes that a step needs besides the caches.
 
-        These are the largest forward; the logits of all nodes, draft tokens that requests provide themselves included, in
-        the target's dtype and twice in float32; the hidden states, by layer and concatenated, of all nodes, a part of a
+        These are the largest forward; the logits of all nodes, also of draft tokens that requests provide, in the
+        target's dtype and twice in float32; the hidden states, by layer and concatenated, of all nodes, a part of a
         prompt or a pause in drafting, whichever is most; and the workspaces of drafters.
         """
         target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
