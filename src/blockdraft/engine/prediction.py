@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from blockdraft.decode.suffix_index import MatchRates
 
 START = (0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98)  # initial acceptance rates, as in `MatchRates`
-MIN_PROB = 0.5  # acceptance probability of a path below which it ends
+MIN_PROB = 0.05  # acceptance probability of a path below which it ends
 MAX_MATCH = 8  # compared tokens before a position
 CANDIDATES = 16  # positions before and behind the last one that are compared
 NEAR = 16  # tokens ahead of the last position within which a match of one token counts
@@ -20,9 +20,6 @@ class Prediction:
 
     After a change the position is found again by a short match of the output's end, the nearest if several are equally
     long. Directly after a difference one token is assumed to have been replaced.
-
-    Attributes:
-        num_drafted: Tokens of the last draft.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -33,17 +30,17 @@ class Prediction:
         self._next: int | None = 0  # position of the next token, if known
         self._nearest = 0  # last known position
         self._agreed = 4 * MAX_MATCH  # tokens that match before the position; at the start all do
-        self.num_drafted = 0
 
-    def draft(self, output: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that should follow the output."""
+    def draft(self, output: Sequence[int], most: int) -> tuple[list[int], list[float]]:
+        """Return at most `most` tokens that should follow the output, and their acceptance probabilities."""
         for end in range(self._observed + 1, len(output) + 1):
             self._observe(output, end)
         self._observed = len(output)
         if self._next is None:
-            return []
+            return [], []
         following = self._tokens[self._next : self._next + most]
-        return following[: len(self._rates.path_probs(self._agreed, len(following), MIN_PROB))]
+        acceptance_probs = self._rates.path_probs(self._agreed, len(following), MIN_PROB)
+        return following[: len(acceptance_probs)], acceptance_probs
 
     def _observe(self, output: Sequence[int], end: int) -> None:
         """Follow the last token of `output[:end]`."""

@@ -18,6 +18,8 @@ from blockdraft.types import CycleTrace, FinishReason, RequestDrafting, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FORCED_PROB = 0.95  # assumed acceptance of forced tokens, since the target may divide the text into other tokens
+
 
 @dataclass(eq=False, kw_only=True)
 class Request:
@@ -68,6 +70,7 @@ class Request:
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.params.seed)
         self.text = AnswerText(self.tokenizer, self.params.stop, self.token_ids)
+        self._drafts_prediction = False  # in this step
         self._sent = 0  # tokens that chunks have reported
         self._ended = threading.Event()
 
@@ -85,30 +88,36 @@ class Request:
         """Whether it provides draft tokens itself."""
         return self.prediction is not None or self.grammar is not None
 
-    def own_draft(self, most: int) -> list[int]:
-        """Return the tokens that its grammar forces, or those of its prediction if these begin with them."""
+    def own_draft(self, most: int) -> tuple[list[int], list[float]]:
+        """Return the tokens that its grammar forces, or those of its prediction if these begin with them.
+
+        Returns:
+            At most `most` tokens, and the probability of each that it is accepted with all before it.
+        """
         budget = None if self.drafting is None else self.drafting.tree_budget
         limits = [most, self.remaining - 1, self.max_depth, budget or None]
         most = min(limit for limit in limits if limit is not None)
-        if self.prediction is not None:
-            self.prediction.num_drafted = 0
+        self._drafts_prediction = False
         if most <= 0:
-            return []
+            return [], []
         forced = [] if self.grammar is None else self.grammar.forced_tokens()[:most]
-        if self.prediction is None:
-            return forced
-        predicted = self.prediction.draft(self.token_ids, most)
-        if predicted[: len(forced)] != forced:
-            return forced
-        self.prediction.num_drafted = len(predicted)
-        return predicted
-
-    def count_prediction(self, path: Sequence[int]) -> None:
-        """Count the prediction's draft tokens on an accepted path. They are the first nodes behind the anchor."""
         if self.prediction is not None:
-            accepted = sum(0 < node <= self.prediction.num_drafted for node in path)
+            predicted, acceptance_probs = self.prediction.draft(self.token_ids, most)
+            if predicted[: len(forced)] == forced:
+                self._drafts_prediction = True
+                return predicted, acceptance_probs
+        return forced, [FORCED_PROB] * len(forced)
+
+    def count_own_draft(self, num_drafted: int, path: Sequence[int]) -> None:
+        """Count the draft tokens of its prediction on an accepted path.
+
+        Args:
+            num_drafted: Its own draft tokens, which are the first nodes behind the anchor.
+        """
+        if self._drafts_prediction:
+            accepted = sum(0 < node <= num_drafted for node in path)
             self.stats.accepted_prediction += accepted
-            self.stats.rejected_prediction += self.prediction.num_drafted - accepted
+            self.stats.rejected_prediction += num_drafted - accepted
 
     def cancel(self) -> None:
         """End the request early and keep the tokens so far. May be called from any thread."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockdraft.decode.distributions import PART, Distributions
 from blockdraft.decode.merging import put_first
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
+from blockdraft.decode.tree import best_count
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
 from blockdraft.engine.request import Request, RunningSequence
@@ -26,6 +27,7 @@ from blockdraft.types import CycleTrace, TokenLogprob
 
 MAX_PENDING_STEPS = 512  # plain steps before the drafter observes what they committed
 OBSERVE_TOKENS = 256  # tokens of a batch in one such call of `observe`, whose memory grows with them
+OWN_NODE_COST_CPU, OWN_NODE_COST = 0.15, 0.01  # assumed seconds of a further node over those of a step with one
 MAX_OWN_NODES = 64  # nodes of a batch whose requests provide draft tokens themselves, unless its plan has more
 
 
@@ -238,7 +240,7 @@ class Runner:
                     request.stats.committed.append(count)
                     request.stats.drafted.append(max_depth[i])
                     if own[i]:
-                        request.count_prediction(paths[i])
+                        request.count_own_draft(len(own[i]), paths[i])
             timer.mark(BOOKKEEPING)
             if plan.block_size == proposal.tokens.size(1) == 1 and not invalid:
                 self._pending.append((proposal.tokens, output.hidden_states))
@@ -289,18 +291,24 @@ class Runner:
         return cut(proposal, limits) if proposal.tokens.size(1) > 1 and any(limits) else proposal
 
     def _own_drafts(self, sequences: Sequence[RunningSequence], plan: Plan) -> list[list[int]]:
-        """Return the draft tokens that requests provide themselves, at most as many as each sequence has KV slots for.
+        """Return the draft tokens that requests provide themselves, as many as save time and have KV slots.
 
-        Next to sampled chains their number must not depend on the other sequences.
+        All sequences of a forward have as many nodes as the longest. Next to sampled chains, the number of draft tokens
+        must not depend on the other sequences.
         """
+        rows = len(sequences)
+        beside_sampled = self._sampled and plan.block_size > 1 and any(params.temperature > 0 for params in plan.params)
+        nodes = max(MAX_OWN_NODES // rows, plan.block_size, 1 + plan.tree_budget)
         free_slots = min(sequence.capacity - sequence.num_cached for sequence in sequences)
-        most = max(MAX_OWN_NODES // len(sequences), plan.block_size, 1 + plan.tree_budget) - 1
-        drafts = []
-        for sequence, params in zip(sequences, plan.params, strict=True):
-            beside_sampled = self._sampled and params.temperature > 0 and plan.block_size > 1
-            limit = plan.block_size - 1 if beside_sampled else most
-            drafts.append(sequence.request.own_draft(min(limit, free_slots - 1)))
-        return drafts
+        most = min(plan.block_size if beside_sampled else nodes, free_slots) - 1
+        drafts = [sequence.request.own_draft(most) for sequence in sequences]
+        if not beside_sampled:
+            seconds = plan.cycle_seconds
+            if seconds is None or len(seconds) <= most:
+                cost = OWN_NODE_COST_CPU if self.target.device.type == "cpu" else OWN_NODE_COST
+                seconds = [1 + cost * (rows * (1 + count) - 1) for count in range(1 + most)]
+            most = best_count([acceptance_probs for _, acceptance_probs in drafts], seconds)
+        return [tokens[:most] for tokens, _ in drafts]
 
     def _verify(
         self, requests: Sequence[Request], proposal: Proposal, output: TargetOutput
