@@ -228,3 +228,11 @@ def test_an_answer_that_was_given_before_is_drafted_from_it(target: Target, draf
     assert first.token_ids == other.token_ids == again.token_ids == expected.token_ids
     assert first.stats.committed == other.stats.committed  # nothing came from another scope
     assert again.tau > 8 > 2 * first.tau if drafting.block_size is None else again.tau >= first.tau
+
+
+def test_a_member_of_a_hybrid_drafts_from_earlier_answers_too(target: Target, tiny_drafter_dir: Path) -> None:
+    params = SamplingParams(60, ignore_eos=True, lookup_scope="a")
+    drafter = load_drafter(f"lookup+{tiny_drafter_dir}", target=target)
+    with Engine(target, drafter, drafting=Drafting(tree_budget=24)) as engine:
+        first, again = (engine.generate([FILE], params)[0] for _ in range(2))
+    assert first.token_ids == again.token_ids and again.tau > 8 > 2 * first.tau

@@ -266,13 +266,6 @@ class RunningSequence:
     def in_prefill(self) -> bool:
         return self.prefilled < len(self.request.prompt)
 
-    @property
-    def num_cached(self) -> int:
-        """Number of its tokens in the cache. The last token of the output is the anchor, which is not in it."""
-        if self.in_prefill:
-            return self.prefilled
-        return len(self.request.prompt) + max(len(self.request.token_ids) - 1, 0)
-
 
 @dataclass(frozen=True)
 class Completion:

@@ -122,8 +122,10 @@ class Runner:
 
     def restore(self, sequence: RunningSequence) -> None:
         """Undo a failed step: keep only the tokens that the request knows."""
-        cache = self.cache.of([sequence.start])
-        cache.truncate([min(sequence.num_cached, *cache.lengths)])
+        request, cache = sequence.request, self.cache.of([sequence.start])
+        # The last token of the answer is the anchor, which is not in the cache.
+        known = sequence.prefilled if sequence.in_prefill else len(request.prompt) + len(request.token_ids) - 1
+        cache.truncate([min(known, *cache.lengths)])
         self._zero_slots(sequence.start)
 
     def _zero_slots(self, start: int) -> None:
@@ -298,9 +300,10 @@ class Runner:
         """
         rows = len(sequences)
         beside_sampled = self._sampled and plan.block_size > 1 and any(params.temperature > 0 for params in plan.params)
-        nodes = max(MAX_OWN_NODES // rows, plan.block_size, 1 + plan.tree_budget)
-        free_slots = min(sequence.capacity - sequence.num_cached for sequence in sequences)
-        most = min(plan.block_size if beside_sampled else nodes, free_slots) - 1
+        most = max(plan.block_size - 1, plan.tree_budget)  # for which there are KV slots behind the longest answer
+        if not beside_sampled:
+            free_slots = min(sequence.request.remaining for sequence in sequences)
+            most = max(most, min(MAX_OWN_NODES // rows - 1, free_slots))
         drafts = [sequence.request.own_draft(most) for sequence in sequences]
         if not beside_sampled:
             seconds = plan.cycle_seconds
