@@ -66,6 +66,8 @@ def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: py
 
     def wrong(self: Engine, *args: Any, **more: Any) -> Request:
         request = submit(self, *args, **more)
+        if request.max_depth == 0:  # the plain answer
+            return request
         result = request.result
 
         def changed(timeout: float | None = None) -> Completion:
