@@ -131,7 +131,7 @@ def our_ways(target: Target, drafter: Path | None) -> dict[str, Engine]:
     """Return the engines of our decoding methods."""
     named = {OURS: "none"}
     if drafter is not None:
-        named |= {f"{OURS} drafter": str(drafter), f"{OURS} prompt_lookup+drafter": f"prompt_lookup+{drafter}"}
+        named |= {f"{OURS} drafter": str(drafter), f"{OURS} lookup+drafter": f"lookup+{drafter}"}
     return {way: Engine(target, load_drafter(name, target=target), 1) for way, name in named.items()}
 
 

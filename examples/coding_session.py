@@ -1,4 +1,4 @@
-"""Edit code in a conversation with Qwen2.5-Coder, drafted by prompt lookup, since an edit repeats most of the code.
+"""Edit code in a conversation with Qwen2.5-Coder, drafted by lookup, since an edit repeats most of the code.
 
     blockdraft pull qwen2.5-coder-1.5b
     python examples/coding_session.py [TARGET]
@@ -29,7 +29,7 @@ def main(path: str = "qwen2.5-coder-1.5b", max_new_tokens: int = 300) -> None:
         target = blockdraft.load_target(path)
     except ValueError as error:
         sys.exit(f"{error}\nThis example needs the model: blockdraft pull qwen2.5-coder-1.5b")
-    drafter = blockdraft.load_drafter("prompt_lookup", target=target)
+    drafter = blockdraft.load_drafter("lookup", target=target)
     with chat_engine(target, drafter, blockdraft.Drafting(block_size="auto")) as engine:
         conversation = Conversation(engine)
         for edit in EDITS:

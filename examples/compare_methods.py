@@ -19,7 +19,7 @@ METHODS = {
     "chains": ("", Drafting(block_size=None)),
     "trees of 16": ("", Drafting(tree_budget=16)),
     "as far as pays": ("", Drafting(tree_budget="auto")),
-    "prompt lookup": ("prompt_lookup", Drafting(block_size=None)),
+    "lookup": ("lookup", Drafting(block_size=None)),
 }
 
 

@@ -38,7 +38,10 @@ HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
 # What these packages may import of `decode`: a target scores proposals, a drafter makes them, and the engine verifies.
 DECODE_FOR = {
     "targets": {"blockdraft.decode.proposal"},
-    "drafters": {f"blockdraft.decode.{name}" for name in ("proposal", "tree", "merging", "distributions", "sampling")},
+    "drafters": {
+        f"blockdraft.decode.{name}"
+        for name in ("proposal", "tree", "merging", "distributions", "sampling", "suffix_index")
+    },
 }
 
 # A drafter is a folder of `drafters`, whose files stand among the layers by the part that they play.

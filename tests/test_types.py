@@ -21,7 +21,7 @@ def test_the_order_of_the_settings_stays() -> None:
     """They may be given by position."""
     assert " ".join(field.name for field in fields(SamplingParams)) == (
         "max_new_tokens temperature top_k top_p min_p logit_bias repetition_penalty presence_penalty frequency_penalty "
-        "seed stop_token_ids stop ignore_eos logprobs prompt_logprobs grammar"
+        "seed stop_token_ids stop ignore_eos logprobs prompt_logprobs grammar prediction lookup_scope"
     )
     known = "block_size tree_budget sampled draft_window draft_passes"
     assert " ".join(field.name for field in fields(Drafting)) == known

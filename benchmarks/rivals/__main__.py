@@ -35,9 +35,9 @@ else:  # Python 3.10
 
 TITLES = {
     "dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "flow": "flow map", "eagle3": "EAGLE-3",
-    "medusa": "Medusa", "mtp": "MTP", "prompt_lookup": "prompt lookup",
+    "medusa": "Medusa", "mtp": "MTP", "lookup": "lookup",
 }  # fmt: skip
-UNTRAINED = ("prompt_lookup",)
+UNTRAINED = ("lookup",)
 BASE = "dflash"  # the kind that the others are compared with
 QUICK = {"seeds": 1, "steps": 4, "limit": 3, "max_new_tokens": 32, "repeats": 1, "methods": "chain:4,tree:16"}
 METHODS = "chain:2,chain:3,chain:5,chain:8,tree:8,tree:24,tree:60"

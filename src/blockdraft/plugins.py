@@ -14,7 +14,7 @@ from typing import Any
 DRAFTERS = "blockdraft.drafters"
 
 # Drafters without a trained draft network: one file each, which ends in `DRAFTER`.
-FILES = ["block_diffusion", "draft_lm", "hybrid", "none", "prompt_lookup"]
+FILES = ["block_diffusion", "draft_lm", "hybrid", "lookup", "none"]
 
 # Drafters with a network: one folder each, and its files beside `network`. `drafter` ends in `DRAFTER`.
 # The files of DFlash hold the layout of flow, and the checks of DFlash2 and DSpark.

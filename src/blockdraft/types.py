@@ -119,6 +119,17 @@ class SamplingParams:
     grammar: Grammar | None = described(
         None, "A grammar that the answer follows. Once the text is complete, only the target's end tokens are allowed."
     )
+    prediction: str | Sequence[int] = described(
+        (),
+        "Text or token ids that much of the answer is expected to repeat, such as a file before an edit. It is drafted "
+        "while the answer agrees with it, and found again after a change. It changes the speed and never the "
+        "distribution of the answer.",
+    )
+    lookup_scope: str | None = described(
+        None,
+        "Name of the client or conversation whose earlier answers the drafter `lookup` may copy. Answers are never "
+        "shared between scopes; None neither copies nor keeps any.",
+    )
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: Any) -> None:
@@ -150,6 +161,11 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise UsageError(f"entries of stop must be texts of at least one character, got {text!r}.")
+        if not isinstance(self.prediction, str):
+            predicted = _listed("prediction", "token ids, or a text", self.prediction)
+            set_field("prediction", tuple(_token("entries of prediction", token) for token in predicted))
+        if self.lookup_scope is not None and not isinstance(self.lookup_scope, str):
+            raise UsageError(f"lookup_scope must be a text or None, got {self.lookup_scope!r}.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UsageError(f"grammar must be a Grammar or None, got {self.grammar!r}.")
         if self.grammar is not None and self.ignore_eos:

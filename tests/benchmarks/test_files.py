@@ -120,7 +120,7 @@ def test_a_drafter_drafts_on_both_sides(
     assert [each["draft"] for each in asked if "draft" in each] == [None, None, *[str(drafter)] * 3]
     target = load_target(tiny_target_dir, device="cpu")
     engines = files.our_ways(target, drafter)
-    assert [engine.drafter.kind for engine in engines.values()] == ["none", "dflash", "prompt_lookup+dflash"]
+    assert [engine.drafter.kind for engine in engines.values()] == ["none", "dflash", "lookup+dflash"]
     assert [engine.drafter.path for engine in engines.values()] == [None, drafter, drafter]
 
 

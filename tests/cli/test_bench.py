@@ -200,25 +200,25 @@ def test_bits_of_drafters_are_reported(
     shutil.copytree(tiny_eagle3_dir, four)
     raw = json.loads((four / "config.json").read_text())
     (four / "config.json").write_text(json.dumps(raw | {"qat_bits": 4}))
-    methods = ("chain:4", f"{four}:4", f"{four}+chain:4", "prompt_lookup+chain:4")
+    methods = ("chain:4", f"{four}:4", f"{four}+chain:4", "lookup+chain:4")
     output = bench("--out", tmp_path, "--methods", ",".join(methods), "--repeats", 1, "--quantize", "int8")
     bits = json.loads(few.read_text())["arguments"]["drafter_bits"]
     assert output.code == 0 and bits == {"none": None} | dict(zip(methods, (8, 4, [4, 8], 8), strict=True))
     assert "Drafter dflash, which has weights of 8 bits: chain:4\n" in output.out
     assert "Drafter eagle3+dflash, which has weights of 4 bits, 8 bits: " in output.out
-    assert "Drafter prompt_lookup+dflash, which has weights of 8 bits: " in output.out
+    assert "Drafter lookup+dflash, which has weights of 8 bits: " in output.out
 
 
 def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     few = ("--repeats", 1, "--drafter", tiny_drafter_dir, "--draft-vocab", 40)
-    output = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
+    output = bench("--out", tmp_path, "--methods", "none,lookup:auto,chain:4", *few)
     assert output.code == 0 and re.search(r"^chain:4 .* 100 ", output.out, re.M)
     assert "\nDrafter dflash, which proposes 40 of 265 tokens: chain:4\n" in output.out
     arguments = json.loads((tmp_path / "results.json").read_text())["arguments"]
     assert (arguments["draft_vocab"], arguments["vocab_size"]) == ("40", 265)
-    assert arguments["draft_vocabs"] == {"none": None, "prompt_lookup:auto": None, "chain:4": 40}
+    assert arguments["draft_vocabs"] == {"none": None, "lookup:auto": None, "chain:4": 40}
     assert arguments["drafter_bits"] == dict.fromkeys(arguments["draft_vocabs"])
-    output = bench("--methods", "none,prompt_lookup", *few)
+    output = bench("--methods", "none,lookup", *few)
     assert output.code == 2 and "no method has a drafter with a network" in output.err
     output = bench("--methods", "none,chain:4", *few[:-1], "no.json")
     assert output.code == 2 and "--draft-vocab is 'no.json', which is no file" in output.err
@@ -228,5 +228,5 @@ def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path) -> Non
     model = ("--drafter", tiny_target_dir, "--drafter-device", "cpu", "--draft-ahead", 2)
     output = bench("--repeats", 1, "--methods", "chain:4", *model)
     assert output.code == 0 and re.search(r"Drafted ahead: \d+ of \d+ outcomes", output.err)
-    output = bench("--repeats", 1, "--methods", "prompt_lookup", *model)
-    assert output.code == 2 and "prompt_lookup cannot run on cpu" in output.err
+    output = bench("--repeats", 1, "--methods", "lookup", *model)
+    assert output.code == 2 and "lookup cannot run on cpu" in output.err

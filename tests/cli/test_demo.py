@@ -50,7 +50,7 @@ def test_a_model_that_is_pulled(blockdraft: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")  # none is bundled for it, which is a tiny one here
     shutil.copytree(TINY / "target", models_folder() / "smollm2")
     done = blockdraft("demo", "--max-new-tokens", 8)
-    assert done.code == 0 and "Model: smollm2" in done.out and "Drafter: prompt_lookup" in done.out
+    assert done.code == 0 and "Model: smollm2" in done.out and "Drafter: lookup" in done.out
     assert done.out.count("\n> ") == 3 and [row[-1] for row in rows(done.out)] == ["identical"] * 3
 
 

@@ -96,9 +96,7 @@ def test_draft_vocabularies_are_read_before_targets_load(
     (tmp_path / "ids.json").write_text('["a"]')
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
     for words in (["generate", "hello"], ["chat"], ["serve", "--port", "0"], ["bench", "--prompts", "prompts.jsonl"]):
-        error = (
-            CliRunner().invoke(app, [*words, *ABSENT, "--drafter", "prompt_lookup", "--draft-vocab", given]).exception
-        )
+        error = CliRunner().invoke(app, [*words, *ABSENT, "--drafter", "lookup", "--draft-vocab", given]).exception
         assert isinstance(error, UsageError) and message in str(error)
 
 

@@ -39,7 +39,7 @@ def test_adapter_and_revision_reach_the_loader(
     places = {"PROMPTS": tmp_path / "prompts.jsonl", "DATA": tiny_data_dir, "OUT": tmp_path / "out"}
     places["DRAFTER"] = tiny_drafter_dir
     words: list[object] = [places.get(word, word) for word in COMMANDS[command]]
-    words += ["--drafter", "prompt_lookup"] if command in DECODING else []
+    words += ["--drafter", "lookup"] if command in DECODING else []
     words += ["--target", tiny_target_dir, *(() if command == "export" else ("--device", "cpu"))]
     assert "There is no folder /no/lora" in blockdraft(command, *words, "--adapter", "/no/lora").err
     assert "is 'v2', and" in blockdraft(command, *words, "--revision", "v2").err

@@ -111,7 +111,7 @@ def test_folders_with_a_plus_in_their_name_are_joined(
     drafter_dir: Path, decode: Callable[..., Tensor], tmp_path: Path
 ) -> None:
     (tmp_path / "a+b").symlink_to(drafter_dir)
-    joined = decode(max_new_tokens=8, drafter=f"prompt_lookup+{tmp_path / 'a+b'}")
+    joined = decode(max_new_tokens=8, drafter=f"lookup+{tmp_path / 'a+b'}")
     assert torch.equal(joined, decode(max_new_tokens=8))
 
 

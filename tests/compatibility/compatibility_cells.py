@@ -34,7 +34,7 @@ DRAFTERS: dict[str, str | None] = {
     "medusa": "tiny_medusa_dir",
     "mtp": "tiny_mtp_dir",
     "draft_lm": None,
-    "prompt_lookup": None,
+    "lookup": None,
 }
 DRAFTER_NAMES = {
     "dflash": "DFlash",
@@ -44,7 +44,7 @@ DRAFTER_NAMES = {
     "medusa": "Medusa",
     "mtp": "MTP head",
     "draft_lm": "language model as drafter",
-    "prompt_lookup": "prompt lookup",
+    "lookup": "lookup",
 }
 FAMILY_NAMES = {
     "llama": "Llama",

@@ -318,7 +318,7 @@ def test_loops_and_long_prompts_are_left_out_and_counted(
 def test_a_repetitive_answer_is_written_no_further_and_kept_up_to_its_loop(target: Target) -> None:
     """How many tokens a step commits makes no difference."""
     results = []
-    for drafter in ("none", "prompt_lookup"):
+    for drafter in ("none", "lookup"):
         responder = engine(target, drafter)
         responder.submit(0, [], [5, 6, 7, 8], SamplingParams(max_new_tokens=200, logit_bias={7: 100.0}))
         [(_, answer)] = responder.responses()

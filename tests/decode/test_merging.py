@@ -10,7 +10,7 @@ from blockdraft.decode.merging import merged
 
 
 def test_equal_draft_tokens_are_one_node_and_the_likeliest_are_taken() -> None:
-    """Node 5 gets the model's higher probability; those of prompt lookup behind it, given the node, stay the same."""
+    """Node 5 gets the model's higher probability; those of lookup behind it, given the node, stay the same."""
     found = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(7, step_seconds=[1.0] * 8))
     assert found.tokens.tolist() == [[3, 5, 6, 7, 8, 9, 6]]
     assert found.parents.tolist() == [[-1, 0, 1, 2, 0, 1, 4]]

@@ -42,4 +42,4 @@ def tiny_lm_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path)
 
 @pytest.fixture(scope="session")
 def tiny_combination(tiny_drafter_dir: Path) -> str:
-    return f"prompt_lookup+{tiny_drafter_dir}"
+    return f"lookup+{tiny_drafter_dir}"

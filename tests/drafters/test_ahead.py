@@ -458,14 +458,14 @@ def test_a_request_that_is_cancelled_leaves_no_thread(target: Target, drafter: A
 
 
 def test_a_member_of_a_hybrid_drafts_ahead(target: Target, tiny_lm_dir: Path) -> None:
-    drafter = load_drafter(f"prompt_lookup+{tiny_lm_dir}", target=target, device="cpu", ahead=COUNT)
+    drafter = load_drafter(f"lookup+{tiny_lm_dir}", target=target, device="cpu", ahead=COUNT)
     with (
         Engine(target, drafter, drafting=Drafting(5)) as engine,
         Engine(target, load_drafter("none", target=target)) as plain,
     ):
         assert engine.generate(PROMPTS, GREEDY)[3].token_ids == plain.generate(PROMPTS, GREEDY)[3].token_ids
     assert hits(drafter)[1] > 0
-    assert drafter.kind == "prompt_lookup+draft_lm"  # drafting ahead is no kind of its own
+    assert drafter.kind == "lookup+draft_lm"  # drafting ahead is no kind of its own
 
 
 # Options.
@@ -481,7 +481,7 @@ def test_senseless_options_are_refused(
     refused("ahead is -1; it must be at least 0", ahead=-1)
     refused("ahead is 2, and the draft model would share cpu .*--drafter-device cuda:1", ahead=2)
     refused(f"{tiny_drafter_dir} cannot run on cpu .* only a smaller language model", tiny_drafter_dir, device="cpu")
-    refused("The drafter prompt_lookup cannot run on cpu", "prompt_lookup", device="cpu", ahead=2)
+    refused("The drafter lookup cannot run on cpu", "lookup", device="cpu", ahead=2)
     refused("Device cuda:99 is not usable here", device="cuda:99", ahead=2)
     caplog.clear()
     assert type(load_drafter(tiny_lm_dir, target=target, device="cpu")) is DraftLMDrafter

@@ -133,13 +133,13 @@ def test_the_target_keeps_its_head(tiny_target_dir: Path, tiny_mtp_dir: Path) ->
 
 def test_of_a_combination_the_drafters_with_a_head_use_it(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
     target = load_target(tiny_target_dir, "float32", "cpu")
-    drafter = load_drafter(f"prompt_lookup+{tiny_mtp_dir}", target=target, draft_vocab=40)
+    drafter = load_drafter(f"lookup+{tiny_mtp_dir}", target=target, draft_vocab=40)
     assert [part.draft_vocab for part in drafter.parts] == [None, 40]
     [answer] = Engine(target, drafter, drafting=Drafting(4)).generate([[5, 9]], SamplingParams(8, ignore_eos=True))
     assert len(answer.token_ids) == 8
 
 
-@pytest.mark.parametrize("name", ["none", "prompt_lookup", "tiny_eagle3_dir", "tiny_medusa_dir"])
+@pytest.mark.parametrize("name", ["none", "lookup", "tiny_eagle3_dir", "tiny_medusa_dir"])
 def test_drafters_without_it_refuse(name: str, tiny_target_dir: Path, request: pytest.FixtureRequest) -> None:
     target = load_target(tiny_target_dir, "float32", "cpu")
     drafter = request.getfixturevalue(name) if name.startswith("tiny") else name

@@ -123,7 +123,7 @@ def test_another_kind_beside_the_bundled_dflash_drafter(
     for name in (None, "bundled", Path("bundled")):
         assert load_drafter(name, target=target).path == dspark
     assert load_drafter("bundled-dflash", target=target).path == dflash
-    both = load_drafter("prompt_lookup+bundled", target=target)
+    both = load_drafter("lookup+bundled", target=target)
     assert [part.path for part in both.parts] == [None, dspark]
     (dspark / "config.json").unlink()  # what a copy that was broken off has left is none
     assert load_drafter(target=target).path == dflash
@@ -194,7 +194,7 @@ def test_a_folder_with_the_name_of_a_drafter() -> None:
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match="nowhere is no drafter; .* bundled, bundled-dflash, .*prompt_lookup"):
+    with pytest.raises(ValueError, match="nowhere is no drafter; .* bundled, bundled-dflash, .*lookup"):
         load_drafter("nowhere", target=target)
     with pytest.raises(ValueError, match="owner/a-drafter is no folder here, and the hub does not send a drafter"):
         load_drafter("owner/a-drafter", target=target)
@@ -287,7 +287,7 @@ def test_a_drafter_knows_its_bits(
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"qat_bits": 4}))
     after = load_drafter(folder, target=rounded)
-    both = load_drafter(f"prompt_lookup+{folder}", target=rounded)
+    both = load_drafter(f"lookup+{folder}", target=rounded)
     assert after.bits == 4 and [part.bits for part in both.parts] == [None, 4]
     pairs = (rounded, before), (rounded, after), (kept, load_drafter(folder, target=kept)), (rounded, both)
     assert len({stored_costs.path(*pair) for pair in pairs}) == 4  # what steps cost is another thing
@@ -307,7 +307,7 @@ def test_combinations_have_costs_of_their_own(
 
     together = [
         (tiny_drafter_dir, tiny_eagle3_dir),
-        (tiny_drafter_dir, "prompt_lookup"),
+        (tiny_drafter_dir, "lookup"),
         (tiny_drafter_dir, target.path),
     ]
     assert len({file(*each) for each in together}) == 3
@@ -328,13 +328,13 @@ def test_other_networks_have_no_drafter(target: Target) -> None:
 
 
 def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
-    for good in ("none", "mtp", "bundled", tiny_drafter_dir, tiny_target_dir, f"prompt_lookup+{tiny_drafter_dir}"):
+    for good in ("none", "mtp", "bundled", tiny_drafter_dir, tiny_target_dir, f"lookup+{tiny_drafter_dir}"):
         check_place(good)
     for name in ("pages.gguf", "notes.gguf"):
         (tmp_path / name).write_text("notes")
     for bad, message in (
-        (tmp_path, r"is no drafter; .* prompt_lookup. It holds the file \S*notes.gguf, which may be one.$"),
-        ("prompt_lookup+nowhere", "^nowhere is no drafter"),
+        (tmp_path, r"is no drafter; .* lookup, mtp, none. It holds the file \S*notes.gguf, which may be one.$"),
+        ("lookup+nowhere", "^nowhere is no drafter"),
         ("owner/name", "owner/name is no folder here, and the hub does not send"),
         (tmp_path / "notes.gguf", "is no GGUF file"),
         ("none+none", "names none twice"),
@@ -352,7 +352,7 @@ def test_a_drafter_of_the_hub(
     shutil.copytree(tiny_drafter_dir, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    check_place("prompt_lookup+owner/tiny")
+    check_place("lookup+owner/tiny")
     loaded = load_drafter("owner/tiny", target=target)
     assert loaded.path is not None and Path(loaded.path).parent == repository / "snapshots"
     assert for_others("owner/tiny", None, print) == loaded.path

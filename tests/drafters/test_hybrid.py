@@ -15,7 +15,7 @@ from blockdraft.decode import merging
 from blockdraft.decode.proposal import ChainPlan, HybridPlan, Plan, Proposal, SparseDistribution, Turn
 from blockdraft.drafters import Drafter, hybrid, load_drafter
 from blockdraft.drafters.hybrid import HybridDrafter
-from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
+from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
@@ -35,7 +35,7 @@ class Scripted(Drafter):
         self.fails = False
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        return PromptLookupDrafter().new_state(batch, capacity)
+        return LookupDrafter().new_state(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return 10 * batch * capacity
@@ -51,7 +51,7 @@ class Scripted(Drafter):
         if self.fails:
             raise RuntimeError("cannot observe")
         self.hidden_states.append(hidden_states)
-        self.observed.append((state.rows, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
+        self.observed.append((state.starts, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
 
 
 def test_each_member_gets_its_own_block_size_and_hidden_states() -> None:
@@ -211,7 +211,7 @@ def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
 
 
 def test_chosen_draft_tokens_stand_beside_a_sampled_chain() -> None:
-    """The whole chain comes first; draft tokens of prompt lookup follow its nodes where both agree."""
+    """The whole chain comes first; draft tokens of lookup follow its nodes where both agree."""
     dist = SparseDistribution(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
     sampled = Proposal(
         torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (dist, None)
@@ -233,9 +233,7 @@ REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two
 @pytest.mark.slow
 def test_a_hybrid_accepts_more_than_each_member_on_repetitive_text() -> None:
     pair, params = load_target(), SamplingParams(max_new_tokens=48, ignore_eos=True)
-    lookup, model, both = (
-        load_drafter(n, target=pair) for n in ("prompt_lookup", "bundled-dflash", "prompt_lookup+bundled-dflash")
-    )
+    lookup, model, both = (load_drafter(n, target=pair) for n in ("lookup", "bundled-dflash", "lookup+bundled-dflash"))
     [plain] = Engine(pair).generate([REPEATING], params)
     for drafting in (Drafting(None), Drafting(tree_budget=16)):
         actual = [
@@ -266,7 +264,7 @@ def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
 def test_a_broken_hybrid_changes_no_token(
     broken: str, drafting: Drafting, target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
+    drafter = load_drafter(f"lookup+{tiny_drafter_dir}", target=target)
     assert isinstance(drafter, HybridDrafter)
     if broken == "tree":
         monkeypatch.setattr(merging, "_likeliest", backwards)
@@ -291,8 +289,8 @@ def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target
     def paths(drafter: Drafter) -> list[Path | None]:
         return [part.path for part in drafter.parts]
 
-    assert paths(load_drafter(f"prompt_lookup+{odd}", target=target)) == [None, odd]
-    assert paths(load_drafter(f"{odd}+prompt_lookup+{tiny_drafter_dir}", target=target)) == [
+    assert paths(load_drafter(f"lookup+{odd}", target=target)) == [None, odd]
+    assert paths(load_drafter(f"{odd}+lookup+{tiny_drafter_dir}", target=target)) == [
         odd,
         None,
         tiny_drafter_dir,
@@ -301,16 +299,16 @@ def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target
 
 
 def test_its_kind_names_its_members(target: Target, tiny_drafter_dir: Path) -> None:
-    assert load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target).kind == "prompt_lookup+dflash"
+    assert load_drafter(f"lookup+{tiny_drafter_dir}", target=target).kind == "lookup+dflash"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("prompt_lookup+", r"drafter is 'prompt_lookup\+'; put a folder or a name on each side of \+"),
-        ("prompt_lookup+prompt_lookup", "names prompt_lookup twice"),
-        ("prompt_lookup+none", "drafts nothing, as the drafter none does; leave it out"),
-        ("prompt_lookup+nowhere", "nowhere is no drafter"),
+        ("lookup+", r"drafter is 'lookup\+'; put a folder or a name on each side of \+"),
+        ("lookup+lookup", "names lookup twice"),
+        ("lookup+none", "drafts nothing, as the drafter none does; leave it out"),
+        ("lookup+nowhere", "nowhere is no drafter"),
         ("hybrid", "hybrid is no drafter"),
     ],
 )
@@ -318,4 +316,4 @@ def test_wrong_hybrids_are_refused(name: str, message: str, target: Target) -> N
     with pytest.raises(UsageError, match=message):
         load_drafter(name, target=target)
     with pytest.raises(UsageError, match="has 1 members; join two or more"):
-        HybridDrafter([PromptLookupDrafter()])
+        HybridDrafter([LookupDrafter()])

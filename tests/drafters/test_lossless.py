@@ -32,7 +32,7 @@ FOLDERS = {
     "medusa": "tiny_medusa_dir",
     "mtp": "tiny_mtp_dir",
     "none": None,
-    "prompt_lookup": None,
+    "lookup": None,
 }
 FILES = sorted(drafters.entries())
 DRAFTINGS = {"chain": Drafting(None), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
@@ -176,6 +176,23 @@ def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int
         assert parent == -1 or 0 <= parent < node
         depths[node] = depths[parent] + 1 if parent >= 0 else 0
     assert max(depths) < block_size
+
+
+@pytest.mark.parametrize("drafting", [DRAFTINGS["chain"], DRAFTINGS["tree"]], ids=["chain", "tree"])
+def test_predictions_change_no_answer(
+    drafting: Drafting, target: Target, drafter: Drafter, plain: list[list[int]]
+) -> None:
+    """Greedy and sampled, in a batch with requests without a prediction. The drafter still observes all tokens."""
+    recorder = Recorder(drafter)
+    predictions = [tokens[1:5] + tokens if row % 2 else () for row, tokens in enumerate(plain[:6])]
+    params = [replace(p, prediction=tokens) for p, tokens in zip(PARAMS, predictions, strict=False)]
+    engine = Engine(target, recorder, max_batch_size=3, drafting=drafting)
+    completions = engine.generate(PROMPTS[:6], params)
+    assert [completion.token_ids for completion in completions] == plain[:6]
+    assert sum(completion.stats.accepted_prediction for completion in completions) > 20
+    texts = [text for text in recorder.texts if text]
+    for prompt, completion, text in zip(PROMPTS, completions, texts, strict=False):
+        assert text == (prompt + completion.token_ids)[: len(text)] and len(text) >= len(prompt)
 
 
 def test_a_stop_token_ends_the_answer(target: Target, drafter: Drafter) -> None:

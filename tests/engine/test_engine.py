@@ -302,6 +302,6 @@ def test_a_drafters_name_is_no_drafter(target: Target) -> None:
 def test_stored_costs_are_read_before_the_first_step(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[Any]()
     monkeypatch.setattr("blockdraft.engine.engine.load_for", lambda *pair: read.append(pair))  # nothing is stored
-    drafter = load_drafter("prompt_lookup", target=target)
+    drafter = load_drafter("lookup", target=target)
     assert Engine(target, drafter, drafting=Drafting("auto")).scheduler is not None
     assert len(read) == 1

@@ -120,6 +120,9 @@ class NotTwice:
         self.last = token
         return True
 
+    def forced_tokens(self) -> list[int]:
+        return []
+
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         allowed = torch.ones(V, dtype=torch.bool)
         last = tokens[-1] if tokens and not self.broken else self.last

@@ -12,7 +12,7 @@ from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.engine import Engine, kv_slots
-from blockdraft.engine.runner import OBSERVE_TOKENS
+from blockdraft.engine.runner import MAX_OWN_NODES, OBSERVE_TOKENS
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -45,7 +45,8 @@ def test_stores_logits_features_and_forwards_count(target: Target, drafter: Draf
         return max(target.forward_bytes(2, nodes, min(longest, 501)), target.forward_bytes(1, read, longest))
 
     def logits(nodes: int) -> int:
-        return 2 * nodes * target.vocab_size * (4 + 8)  # of a step's nodes, with two copies
+        # Of a step's nodes, or of those that a request drafts itself, with two copies.
+        return max(2 * nodes, MAX_OWN_NODES) * target.vocab_size * (4 + 8)
 
     def hidden_states(tokens: int) -> int:
         return 2 * tokens * len(drafter.target_layers) * target.hidden_size * 4  # by layer and together
@@ -76,7 +77,7 @@ def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
 ) -> None:
     elsewhere, free = torch.device("cuda:1"), {target.device: 10**12}
     monkeypatch.setattr(type(drafter), "device", elsewhere)
-    own = HybridDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
+    own = HybridDrafter([load_drafter("lookup", target=target), drafter]) if joined else drafter
     engine = Engine(target, own, drafting=Drafting(None))
     free[elsewhere] = drafter.state_bytes(1, 1000) / kv_slots.SHARE + 1
     monkeypatch.setattr(kv_slots, "free_bytes", free.__getitem__)

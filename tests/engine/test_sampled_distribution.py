@@ -36,7 +36,7 @@ def write_flow(folder: Path, steps: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "budget", "flow"),
-    [("", 0, False), ("prompt_lookup+", 0, False), ("prompt_lookup+", 12, False), ("", 0, True)],
+    [("", 0, False), ("lookup+", 0, False), ("lookup+", 12, False), ("", 0, True)],
     ids=["alone", "chain", "tree", "flow map"],
 )
 def test_answers_with_sampled_draft_tokens_have_the_distribution_of_the_target(

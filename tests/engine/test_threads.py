@@ -140,7 +140,7 @@ def test_each_drafter_of_a_combination_begins_with_what_is_stored_of_it(
 ) -> None:
     """A model of which nothing is stored begins with what was measured of the whole combination."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    both = load_drafter(f"prompt_lookup+{drafter.path}", target=target)
+    both = load_drafter(f"lookup+{drafter.path}", target=target)
     measured, own = (costs.Costs((1,), (plain,), (((3, 2 * plain),),), ((),)) for plain in (7.0, 5.0))
 
     def begins_with() -> costs.Costs | None:

@@ -41,16 +41,16 @@ def test_auto_reaches_drafting() -> None:
 
 
 def test_other_drafters_join_the_one_at_hand() -> None:
-    names = "prompt_lookup+chain,prompt_lookup+chain:4,prompt_lookup+chain-sampled,prompt_lookup+tree:64,look+/a+b:5"
+    names = "lookup+chain,lookup+chain:4,lookup+chain-sampled,lookup+tree:64,look+/a+b:5"
     [_, *found] = parse_methods(names, "D", None, 16)
     assert [(method.drafter, method.drafting) for method in found] == [
-        ("prompt_lookup+D", Drafting(None)),
-        ("prompt_lookup+D", Drafting(4)),
-        ("prompt_lookup+D", Drafting(sampled=True)),
-        ("prompt_lookup+D", Drafting(tree_budget=64)),
+        ("lookup+D", Drafting(None)),
+        ("lookup+D", Drafting(4)),
+        ("lookup+D", Drafting(sampled=True)),
+        ("lookup+D", Drafting(tree_budget=64)),
         ("look+/a+b", Drafting(5)),
     ]
-    assert parse_methods("prompt_lookup+tree", None, None, 16)[1].drafter == "prompt_lookup+bundled"
+    assert parse_methods("lookup+tree", None, None, 16)[1].drafter == "lookup+bundled"
 
 
 def test_sampled_draft_tokens_come_in_chains() -> None:

@@ -12,7 +12,7 @@ from blockdraft import Drafting, Grammar, RequestDrafting, SamplingParams
 
 CASES_PER_MODEL = 20
 LONGEST_PROMPT, LONGEST_ANSWER = 200, 48
-BLOCK_SIZES = {"draft_lm": 8, "prompt_lookup": 16, "none": 1}  # of the others the folder says
+BLOCK_SIZES = {"draft_lm": 8, "lookup": 32, "none": 1}  # of the others the folder says
 STOPS = ("e", "a", "th", "\n", "ü", " ", "zz")
 # Of characters whose tokens are no end tokens.
 GRAMMARS = ("[a-f]{2,9}(the|in)*[0-9]{1,3}", "(ab|[x-z]+)*7", "[A-Z0-9a-z]+", "the[a-z]{40}")
@@ -29,6 +29,7 @@ class Ask:
         cancel: Whether it is cancelled, some time after it was submitted.
         stream: Whether it is read as a stream, where nothing else is under way.
         bounds: How far it is drafted for.
+        predicted: Share of the tokens of its answer that its prediction has; None is no prediction.
     """
 
     prompt: list[int]
@@ -38,6 +39,7 @@ class Ask:
     cancel: bool = False
     stream: bool = False
     bounds: RequestDrafting | None = None
+    predicted: float | None = None
 
 
 @dataclass
@@ -138,6 +140,20 @@ def _params(random: Random, model: int) -> SamplingParams:
     return SamplingParams(**fields)
 
 
+def predicted(ask: Ask, answer: list[int], model: int) -> list[int]:
+    """The prediction of a request, made of its answer: some tokens are dropped, replaced or inserted."""
+    if ask.predicted is None:
+        return []
+    random, size = Random(str(ask.prompt)), target_fields(model)[1]["vocab_size"]
+    tokens = list[int]()
+    for token in answer:
+        if random.random() < ask.predicted:
+            tokens.append(token)
+        else:
+            tokens += [random.randrange(size) for _ in range(random.randint(0, 2))]
+    return tokens
+
+
 def _add_extras(random: Random, model: int, ask: Ask) -> None:
     if random.random() < 0.3:
         size, budget = (random.choice((None, random.randint(most, 8))) for most in (1, 0))
@@ -148,3 +164,8 @@ def _add_extras(random: Random, model: int, ask: Ask) -> None:
         ask.params = replace(ask.params, prompt_logprobs=random.randint(0, 5))
     if has_tokenizer(model) and random.random() < 0.25:
         ask.params = replace(ask.params, ignore_eos=False, grammar=Grammar("regex", random.choice(GRAMMARS)))
+    later = Random(random.random())
+    if later.random() < 0.3:
+        ask.predicted = later.choice((0.0, 0.5, 0.9, 1.0))
+    if later.random() < 0.5:
+        ask.params = replace(ask.params, lookup_scope=later.choice(("a", "b")))

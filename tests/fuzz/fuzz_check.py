@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from fuzz_cases import Ask, Case
+from fuzz_cases import Ask, Case, predicted
 from fuzz_drive import answers
 from fuzz_models import COMPILED, ROUNDED, Models
 
-from blockdraft import Completion, Engine, SamplingParams, Target
+from blockdraft import Completion, Engine, RequestDrafting, SamplingParams, Target
 from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import chain
 from blockdraft.decode.sampling import RandomNumbers
@@ -66,9 +66,13 @@ def run(case: Case, models: Models) -> Outcome:
         for ask in case.asks:  # a second turn needs the first one's answer
             before = [] if ask.turn_of is None else prompts[ask.turn_of] + twins[ask.turn_of].token_ids
             prompts.append(before + ask.prompt)
-            twins.append(plain.generate([prompts[-1]], ask.params)[0])
-        found = answers(engine, case.asks, prompts)
-        for number, ask in enumerate(case.asks):
+            twins.append(plain.submit(prompts[-1], ask.params, drafting=RequestDrafting(enabled=False)).result())
+        asks = [
+            replace(ask, params=replace(ask.params, prediction=predicted(ask, twin.token_ids, case.model)))
+            for ask, twin in zip(case.asks, twins, strict=True)
+        ]
+        found = answers(engine, asks, prompts)
+        for number, ask in enumerate(asks):
             here = f"seed {case.seed}, request {number}, {case.way}, {case.drafter}, {drafting}, {ask.params}"
             if drafting.sampled and ask.params.temperature > 0:
                 _check_rules(found[number], ask, target, here)
@@ -89,7 +93,7 @@ def run(case: Case, models: Models) -> Outcome:
             elif not _same_logprobs(found[number], twins[number], len(prompts[number])):
                 raise Different(f"{here}:\n{found[number].logprobs}\nbut alone and plainly\n{twins[number].logprobs}")
             elif case.seed % 5 == 0 and case.way not in ROUNDED:
-                _check_transformers(case, prompts[number], ask.params, twins[number], models, here)
+                _check_transformers(case, prompts[number], case.asks[number].params, twins[number], models, here)
             outcome.requests += 1
             outcome.tokens += len(found[number].token_ids)
             outcome.steps += len(found[number].stats.committed)
@@ -172,7 +176,7 @@ def _check_transformers(
 ) -> None:
     """A greedy answer without extras is that of transformers' own `generate`."""
     plain = SamplingParams(params.max_new_tokens, ignore_eos=params.ignore_eos)
-    if params != plain:
+    if replace(params, lookup_scope=None) != plain:
         return
     model, target = models.reference(case.model), models.target(case.model, "hf")
     eos = None if params.ignore_eos else sorted(target.eos_token_ids)

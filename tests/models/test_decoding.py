@@ -152,12 +152,12 @@ def prompts(target: Target, count: int, length: int) -> list[list[int]]:
 
 
 WAYS: dict[str, tuple[str, Drafting, dict[str, Any]]] = {
-    "prompt lookup": ("prompt_lookup", Drafting(block_size=8), {}),
+    "lookup": ("lookup", Drafting(block_size=8), {}),
     "chains": ("", Drafting(block_size=None), {}),
     "trees": ("", Drafting(block_size=None, tree_budget=16), {}),
-    "a combination in a batch": ("prompt_lookup+", Drafting(block_size=None, tree_budget=16), {"max_batch_size": 4}),
-    "prefixes": ("prompt_lookup", Drafting(block_size=8), {"max_batch_size": 4, "prefix_tokens": 4096}),
-    "adaptive": ("prompt_lookup", Drafting(block_size="auto"), {"max_batch_size": 2}),
+    "a combination in a batch": ("lookup+", Drafting(block_size=None, tree_budget=16), {"max_batch_size": 4}),
+    "prefixes": ("lookup", Drafting(block_size=8), {"max_batch_size": 4, "prefix_tokens": 4096}),
+    "adaptive": ("lookup", Drafting(block_size="auto"), {"max_batch_size": 2}),
 }
 
 
@@ -172,7 +172,7 @@ def answers(
 @pytest.mark.parametrize("way", WAYS)
 def test_drafts_change_no_answer(way: str, target: Target, drafter: Path) -> None:
     kind, drafting, how = WAYS[way]
-    name = kind if kind == "prompt_lookup" else f"{kind}{drafter}"
+    name = kind if kind == "lookup" else f"{kind}{drafter}"
     asked = prompts(target, PROMPTS // len(WAYS) + 1, 48)
     plain = answers(target, "none", asked, Drafting(), 24)
     assert answers(target, name, asked, drafting, 24, **how) == plain
@@ -182,14 +182,14 @@ def test_long_texts_change_no_answer(target: Target, drafter: Path) -> None:
     """A text of 2,000 tokens, alone and with a shorter one."""
     asked = [text(target, 2000), text(target, 500)]
     plain = [answers(target, "none", [entry], Drafting(), 48)[0] for entry in asked]
-    assert answers(target, "prompt_lookup", asked, Drafting(block_size=8), 48, max_batch_size=2) == plain
+    assert answers(target, "lookup", asked, Drafting(block_size=8), 48, max_batch_size=2) == plain
     assert answers(target, str(drafter), asked[:1], Drafting(block_size=None, tree_budget=16), 48) == plain[:1]
 
 
 def test_a_chat_of_2000_tokens_changes_no_answer(target: Target, drafter: Path) -> None:
     """Four turns behind a long beginning; each reads what the turns before have left, by tokens, as base models do."""
     message, turns = [], [text(target, 2300)[begin : begin + 60] for begin in range(2000, 2240, 60)]
-    for name, how in (("none", {}), ("prompt_lookup", {"block_size": 8}), (str(drafter), {"tree_budget": 16})):
+    for name, how in (("none", {}), ("lookup", {"block_size": 8}), (str(drafter), {"tree_budget": 16})):
         chat = text(target, 1700)
         drafting = Drafting(**{"block_size": None, **how})
         with Engine(target, load_drafter(name, target=target), prefix_tokens=4096, drafting=drafting) as engine:
@@ -205,7 +205,7 @@ def test_keys_and_values_in_8_bits_change_no_answer(file: Path, drafter: Path) -
     rounded = load_target(file, device="cpu", compile="on", kv_dtype="int8")
     asked = prompts(rounded, 20, 64)
     plain = answers(rounded, "none", asked, Drafting(), 24)
-    assert answers(rounded, "prompt_lookup", asked, Drafting(block_size=8), 24, max_batch_size=4) == plain
+    assert answers(rounded, "lookup", asked, Drafting(block_size=8), 24, max_batch_size=4) == plain
     assert answers(rounded, str(drafter), asked, Drafting(block_size=None, tree_budget=16), 24) == plain
 
 
@@ -215,7 +215,7 @@ def test_chats_of_the_instruct_model(file: Path) -> None:
     if target.tokenizer is None or target.tokenizer.chat_template is None:
         pytest.skip("a base model")
     message = []
-    for name, size in (("none", 1), ("prompt_lookup", 8)):
+    for name, size in (("none", 1), ("lookup", 8)):
         chat: list[dict[str, str]] = []
         with Engine(
             target, load_drafter(name, target=target), prefix_tokens=4096, drafting=Drafting(block_size=size)

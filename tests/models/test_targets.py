@@ -81,7 +81,7 @@ def test_a_bundled_drafter_may_be_a_gguf_file(its_drafter: Path) -> None:
 def test_without_one_the_text_is_looked_up(pulled: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = load_target("smollm2")
     with caplog.at_level(logging.WARNING):
-        assert type(load_drafter(target=target)).__name__ == "PromptLookupDrafter"
+        assert type(load_drafter(target=target)).__name__ == "LookupDrafter"
     with pytest.raises(UsageError, match="does not fit this target"):
         load_drafter("bundled", target=target)
 
@@ -96,7 +96,7 @@ def test_its_file_is_known_at_another_place(tmp_path: Path, capsys: pytest.Captu
         out.truncate(file.bytes)
     assert model_of(place) == known("smollm2")
     drafter_or_lookup(str(place), None)
-    assert "No drafter is bundled for smollm2: prompt_lookup drafts" in capsys.readouterr().err
+    assert "No drafter is bundled for smollm2: lookup drafts" in capsys.readouterr().err
     os.truncate(place, file.bytes - 1)
     assert model_of(place) is None
 

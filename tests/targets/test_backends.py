@@ -52,7 +52,7 @@ def test_a_backend_that_does_not_know_a_model_says_so(toy_dir: Path, tiny_target
     ("name", "drafting"),
     [
         pytest.param(name, drafting, marks=pytest.mark.slow if (kind + way) % 2 else ())
-        for kind, name in enumerate(["prompt_lookup", "dflash"])
+        for kind, name in enumerate(["lookup", "dflash"])
         for way, drafting in enumerate(
             [Drafting(None), Drafting(tree_budget=9), Drafting("auto"), Drafting(sampled=True)],
         )
@@ -75,12 +75,12 @@ def test_a_backend_without_trees_is_not_asked_for_any(toy: Target) -> None:
     with pytest.raises(
         ValueError, match="tree_budget must be 0 with the backend toy_backend, which scores chains only; got 4"
     ):
-        Engine(toy, load_drafter("prompt_lookup", target=toy), drafting=Drafting(tree_budget=4))
+        Engine(toy, load_drafter("lookup", target=toy), drafting=Drafting(tree_budget=4))
 
 
 def test_logprobs_and_bounds_need_nothing_more(toy: Target) -> None:
     """Its rows cannot be cut, so a prompt is read once in any case; here in parts, beside others."""
-    drafter = load_drafter("prompt_lookup", target=toy)
+    drafter = load_drafter("lookup", target=toy)
     params = SamplingParams(40, logprobs=2, prompt_logprobs=1)
     [alone] = Engine(toy).generate([PROMPTS[3]], params)
     with Engine(toy, drafter, 4, Drafting(tree_budget=9), prefill_tokens=32) as engine:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter
-from blockdraft.drafters.prompt_lookup import PromptLookupDrafter, Texts
+from blockdraft.drafters.lookup import LookupDrafter, LookupState
 from blockdraft.engine import Costs, Engine
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import LoadOptions, Target, TargetOutput, exact, load_target, native
@@ -59,7 +59,7 @@ PROMPTS = [[(7 * i * i + 5 * row) % 55 + 4 for i in range(1 + (5 * row) % 19)] f
 GREEDY = SamplingParams(16, ignore_eos=True)
 
 
-class Oracle(PromptLookupDrafter):
+class Oracle(LookupDrafter):
     """Drafts what comes next, four times of five, among wrong draft tokens at random places of the tree."""
 
     block_size = 6
@@ -71,9 +71,9 @@ class Oracle(PromptLookupDrafter):
     def _draw(self, below: int) -> int:
         return int(torch.randint(below, (), generator=self.random))
 
-    def propose(self, state: Texts, anchor: Tensor, plan: Plan) -> Proposal:
+    def propose(self, state: LookupState, anchor: Tensor, plan: Plan) -> Proposal:
         anchors = anchor.flatten().tolist()
-        rows = [self._row([*text.tokens, token], plan) for text, token in zip(state.texts, anchors, strict=True)]
+        rows = [self._row([*text.tokens, token], plan) for text, token in zip(state.sequences, anchors, strict=True)]
         tokens, parents = zip(*rows, strict=True)
         return Proposal(torch.tensor(tokens), torch.tensor(parents))
 
@@ -107,7 +107,7 @@ def answers(target: Target, drafter: Drafter, rows: int = 1, drafting: Drafting 
 
 
 def plain(target: Target) -> list[list[int]]:
-    return answers(target, PromptLookupDrafter(), 1, Drafting(block_size=1))
+    return answers(target, LookupDrafter(), 1, Drafting(block_size=1))
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_answers_are_those_of_plain_decoding(
     for rows, drafting in DRAFTINGS if name in WIDE else DRAFTINGS[:2]:
         assert answers(target, Oracle(expected), rows, drafting) == expected
     if name in WIDE:
-        assert answers(target, PromptLookupDrafter(), 8, Drafting(block_size=1)) == expected
+        assert answers(target, LookupDrafter(), 8, Drafting(block_size=1)) == expected
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ METHODS = (
     f"Methods to compare: {PLAIN}, plain decoding, which is always included; {CHAIN}, the drafter's chains, or "
     f"{CHAIN}:8, in blocks of 8; {SAMPLED}, chains of sampled draft tokens; {TREE}, its trees, or {TREE}:64, of at "
     "most 64 draft tokens; any other drafter by folder or name, with or without a block size; "
-    f"prompt_lookup+{CHAIN} or prompt_lookup+{TREE}:64, both drafters together."
+    f"lookup+{CHAIN} or lookup+{TREE}:64, both drafters together."
 )
 Sampled = Annotated[SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)]
 Cuts = Annotated[SamplingParams, Only("top_k top_p", SAMPLING)]

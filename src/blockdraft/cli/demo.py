@@ -68,7 +68,7 @@ def demo(*, how: DemoSettings) -> None:
     drafter = load_drafter(target=target)
     engine = Engine(target, drafter, 1, Drafting("auto"))
     console, params = standard(), SamplingParams(how.max_new_tokens)
-    kind = "prompt_lookup, which repeats parts of the text" if drafter.path is None else "its own"
+    kind = "lookup, which repeats parts of the text" if drafter.path is None else "its own"
     console.print(f"Model: {name}, {target.running}. Drafter: {kind}.\n", soft_wrap=True)
     comparisons: dict[str, Comparison] = {}
     for topic, question in (TINY_QUESTIONS if name == "bundled" else QUESTIONS).items():

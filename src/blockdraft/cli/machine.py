@@ -189,7 +189,7 @@ def calibrate(
     The block size and tree budget "auto" begin with these times, and learn from the steps that run. Measure while
     nothing else runs.
     """
-    need_drafter(run.target, drafter.drafter, "--drafter prompt_lookup")
+    need_drafter(run.target, drafter.drafter, "--drafter lookup")
 
     from blockdraft.drafters import load_drafter
     from blockdraft.engine.adaptive import costs as stored_costs

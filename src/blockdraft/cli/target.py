@@ -193,9 +193,9 @@ class DrafterSettings:
         None,
         description="Drafter: the folder, GGUF file or hub name of one, or the folder of a smaller language model or "
         "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target's folder), "
-        "prompt_lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that "
+        "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that "
         "have one), bundled-dflash (the tiny model's DFlash drafter, which other engines read too). A + combines "
-        "several, as in prompt_lookup+DIR.",
+        "several, as in lookup+DIR.",
     )
 
 
@@ -266,14 +266,14 @@ def auto_by_default(drafting: Drafting) -> Drafting:
 
 
 def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
-    """Return the named drafter, None for the target's bundled one, or prompt_lookup, with a note, if it has none."""
+    """Return the named drafter, None for the target's bundled one, or lookup, with a note, if it has none."""
     if drafter is not None or _has_drafter(target):
         return drafter
     tell(
-        f"No drafter is known for {target}: prompt_lookup drafts, which repeats parts of the text. To make one: "
+        f"No drafter is known for {target}: lookup drafts, which repeats parts of the text. To make one: "
         f"blockdraft fit --target {target} --out DIR."
     )
-    return "prompt_lookup"
+    return "lookup"
 
 
 def need_drafter(target: str | None, drafter: str | None, remedy: str, lookup: bool = True) -> None:
@@ -281,7 +281,7 @@ def need_drafter(target: str | None, drafter: str | None, remedy: str, lookup: b
 
     Args:
         remedy: Another remedy, for the message.
-        lookup: Whether prompt_lookup will do for a model of the catalogue without a bundled drafter, with a note.
+        lookup: Whether lookup will do for a model of the catalogue without a bundled drafter, with a note.
     """
     if drafter is None and not _has_drafter(target, lookup):
         raise UsageError(
@@ -307,7 +307,7 @@ def _has_drafter(target: str | None, lookup: bool = True) -> bool:
         located(target)
         is_bundled = bundled_drafter(model) is not None
         if lookup and not is_bundled:
-            tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which repeats parts of the text.")
+            tell(f"No drafter is bundled for {model.id}: lookup drafts, which repeats parts of the text.")
         if lookup or is_bundled:
             return True
     if path.exists() and bundled_for(path) is not None:

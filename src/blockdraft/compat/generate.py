@@ -81,7 +81,7 @@ def generate(
 
     Args:
         inputs: `[B, L]` integers; `input_ids` is another name for it.
-        drafter: Folder or hub name of a drafter, or the name of one without weights, such as "prompt_lookup".
+        drafter: Folder or hub name of a drafter, or the name of one without weights, such as "lookup".
         streamer: A streamer of transformers, for one prompt.
         seed: Row i samples with `seed + i`; None takes the seeds from torch's generator.
         given: Fields of a GenerationConfig, and `attention_mask`.

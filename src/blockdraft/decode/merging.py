@@ -1,4 +1,4 @@
-"""Merges the proposals of several drafters, which do not know of each other, into one tree."""
+"""Merges draft tokens from several sources, which do not know of each other, into one tree."""
 
 from __future__ import annotations
 
@@ -78,6 +78,41 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
         rows.append(tokens)
         above.append(parents)
     return Proposal(*filled(anchor, rows, above), tuple(dists))
+
+
+def put_first(own: Sequence[list[int]], proposal: Proposal, budget: int) -> Proposal:
+    """Put chains of draft tokens before those of a proposal.
+
+    A chain plan keeps what the proposal adds behind the same draft tokens. A tree keeps all its nodes that the budget
+    holds. Draft tokens that were sampled are dropped, whatever they are, where a sequence has such a chain.
+
+    Args:
+        own: Draft tokens of each sequence, without the anchor; may be empty.
+        budget: Most draft tokens of a tree; 0 for chains.
+    """
+    rows, above = list[list[int]](), list[list[int]]()
+    q = list(proposal.q or [None] * len(own))
+    for row, (first, tokens) in enumerate(zip(own, proposal.tokens.tolist(), strict=True)):
+        count = 1 + sum(parent >= 0 for parent in proposal.parent_lists[row])
+        merged, parents = [tokens[0], *first], list(range(-1, len(first)))
+        if not first:
+            merged, parents, count = tokens[:count], proposal.parent_lists[row][:count], 0
+        elif q[row] is not None:
+            q[row], count = None, 0
+        nodes, places = {(node, token): node + 1 for node, token in enumerate(first)}, [0]
+        for token, parent in zip(tokens[1:count], proposal.parent_lists[row][1:count], strict=True):
+            at = places[parent], token
+            if at not in nodes:
+                if len(merged) > budget if budget else at[0] != len(merged) - 1:
+                    break
+                nodes[at] = len(merged)
+                merged.append(token)
+                parents.append(at[0])
+            places.append(nodes[at])
+        rows.append(merged)
+        above.append(parents)
+    known = tuple(q) if any(dist is not None for dist in q) else None
+    return Proposal(*filled(proposal.tokens[:, 0], rows, above), known, part=proposal.part)
 
 
 def _acceptance_probs(proposal: Proposal, row: int) -> Sequence[float]:

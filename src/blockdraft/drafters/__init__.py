@@ -125,9 +125,9 @@ def load_drafter(
             target's tokens, or name of a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head
             in the target's folder).
             None or "bundled" is the drafter of `bundled_for`, else that of the bundled target, which also fits models
-            made from it. For a model of the catalogue without a bundled drafter, None is "prompt_lookup".
+            made from it. For a model of the catalogue without a bundled drafter, None is "lookup".
             "bundled-dflash" is the bundled target's DFlash drafter. Several drafters joined by +, such as
-            "prompt_lookup+bundled", draft together.
+            "lookup+bundled", draft together.
         target: Target to draft for. The drafter gets its dtype and device. A warning is logged if the drafter was
             trained for another target of the same shape.
         device: Device of a smaller language model, such as "cuda:1", or "cpu" next to a GPU; None is the target's. In a
@@ -163,7 +163,7 @@ def load_drafter(
             raise
         raise UsageError(
             f"The tiny model's drafter, which {path or 'no drafter'} means here, does not fit this target: {error}"
-            f'{_suggest_bundled(target)} Without one: "prompt_lookup", or "none".'
+            f'{_suggest_bundled(target)} Without one: "lookup", or "none".'
         ) from error
     finally:
         let_team_go()
@@ -239,7 +239,7 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
     """Load one drafter. The flag is whether it runs on `device` instead of the target's."""
     if path in (None, "bundled") and target.path is not None:
         lookup = path is None and model_of(target.path) is not None
-        path = bundled_for(target.path) or ("prompt_lookup" if lookup else path)
+        path = bundled_for(target.path) or ("lookup" if lookup else path)
     folder, kinds = bundled().get("bundled" if path is None else str(path)), entries()
     if folder is None and str(path) in names():
         return kinds[str(path)].load(None, target), False

@@ -138,6 +138,10 @@ class Drafter(Protocol):
             lengths: Number of valid tokens of each sequence.
         """
 
+    def remember(self, state: Any, scope: str, tokens: Sequence[int]) -> None:
+        """Keep a finished output for later sequences of the same `SamplingParams.lookup_scope`, if it can be of use."""
+        return
+
 
 @dataclass(frozen=True)
 class DraftCost:

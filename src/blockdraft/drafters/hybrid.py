@@ -1,4 +1,4 @@
-"""Hybrid drafters: several drafters that draft together for one target, such as prompt lookup and a draft model.
+"""Hybrid drafters: several drafters that draft together for one target, such as lookup and a draft model.
 
 Members are independent of each other. A tree takes the draft tokens with the highest acceptance probability, from any
 member. A chain comes from the member with the most expected accepted tokens, or members are asked in order until one
@@ -140,9 +140,7 @@ class HybridDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         if len(parts) < 2:
-            raise UsageError(
-                f"A hybrid drafter has {len(parts)} members; join two or more, as in prompt_lookup+bundled."
-            )
+            raise UsageError(f"A hybrid drafter has {len(parts)} members; join two or more, as in lookup+bundled.")
         for part in parts:
             if part.block_size == 1:
                 raise UsageError(
@@ -183,6 +181,10 @@ class HybridDrafter(Drafter):
                 state.add_pending(index, tokens, own, lengths)
             else:
                 part.observe(state.inner[index], tokens, own, lengths)
+
+    def remember(self, state: HybridState, scope: str, tokens: Sequence[int]) -> None:
+        for part, inner in zip(self.parts, state.inner, strict=True):
+            part.remember(inner, scope, tokens)
 
     def _hidden_states_of(self, part: Drafter, hidden_states: Tensor | None) -> Tensor | None:
         if hidden_states is None or not part.target_layers:

@@ -18,10 +18,11 @@ from blockdraft.engine.adaptive.policy import controller
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.infill import ExtraFile, infill_params, infill_prompt
 from blockdraft.engine.kv_slots import Memory
+from blockdraft.engine.prediction import Prediction
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.engine.text import check_request, encode, end_token_ids
+from blockdraft.engine.text import check_request, encode, encode_prediction, end_token_ids
 from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.kernels.cpu.threads import is_busy
@@ -304,6 +305,7 @@ class Engine:
         """Return a checked request that is not queued; `scheduler.add` takes it. Errors are those of `submit`."""
         ids = encode(prompt, self.target)
         check_request(ids, params, self.target)
+        predicted = encode_prediction(params.prediction, self.target)
         slots = self.target.row_slots(len(ids) + params.max_new_tokens + self.slots_behind)
         if slots > self.cache_tokens:
             raise UsageError(
@@ -319,6 +321,8 @@ class Engine:
             slots=slots,
             drafting=self.controller.tighter_limits(drafting),
             grammar=None if params.grammar is None else AnswerGrammar(params.grammar, self.target),
+            prediction=Prediction(predicted) if predicted else None,
+            max_depth=_max_depth(drafting),
             trace=trace,
         )
 
@@ -367,6 +371,13 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _max_depth(drafting: RequestDrafting | None) -> int | None:
+    """Return the most draft tokens on a path within a request's limits, or None without a limit."""
+    if drafting is None or (drafting.enabled and drafting.block_size is None):
+        return None
+    return drafting.block_size - 1 if drafting.enabled and drafting.block_size else 0
 
 
 def _chunks(request: Request, chunks: SimpleQueue[Chunk]) -> Iterator[Chunk]:

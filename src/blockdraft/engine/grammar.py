@@ -53,6 +53,11 @@ class AnswerGrammar:
         """Add a token to the answer, and return whether the grammar allows it."""
         return self._matcher.consume_token(token)
 
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that the answer must go on with, in the tokenizer's own division of the text."""
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the tokens that may follow the answer and `tokens`, `[V]` bool on the CPU.
 

@@ -12,7 +12,7 @@ import torch
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.request import Request, RunningSequence
-from blockdraft.engine.runner import MAX_PENDING_STEPS, OBSERVE_TOKENS, Runner
+from blockdraft.engine.runner import MAX_OWN_NODES, MAX_PENDING_STEPS, OBSERVE_TOKENS, Runner
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 
@@ -249,9 +249,9 @@ class Memory:
     def workspace(self, slots: int) -> int:
         """Return the bytes that a step needs besides the caches.
 
-        These are the largest forward; the logits of all nodes, in the target's dtype and twice in float32; the hidden
-        states, by layer and concatenated, of all nodes, a part of a prompt or a pause in drafting, whichever is most;
-        and the workspaces of drafters.
+        These are the largest forward; the logits of all nodes, also of draft tokens that requests provide, in the
+        target's dtype and twice in float32; the hidden states, by layer and concatenated, of all nodes, a part of a
+        prompt or a pause in drafting, whichever is most; and the workspaces of drafters.
         """
         target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
         longest = min(slots, self._max_sequence_slots)
@@ -259,7 +259,7 @@ class Memory:
             target.forward_bytes(rows, self.nodes, min(longest, slots // rows + 1)),
             target.forward_bytes(1, min(self.prefill_tokens, longest), longest),
         )
-        logits = rows * self.nodes * target.vocab_size * (size + 2 * torch.float32.itemsize)
+        logits = max(rows * self.nodes, MAX_OWN_NODES) * target.vocab_size * (size + 2 * torch.float32.itemsize)
         tokens = max(self.prefill_tokens, rows * self.nodes)
         if self.automatic:
             tokens = max(tokens, rows * min(MAX_PENDING_STEPS, target.max_context))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.grammar import AnswerGrammar
+from blockdraft.engine.prediction import Prediction
 from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, UsageError, describe
@@ -16,6 +17,8 @@ from blockdraft.types import FinishReason, RequestDrafting, SamplingParams, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+FORCED_PROB = 0.95  # assumed acceptance of forced tokens, since the target may divide the text into other tokens
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,6 +33,8 @@ class Request:
         listener: Called with each chunk of the answer, in the worker thread. An exception in it ends the request.
         drafting: Draft limits that are stricter than the engine's, or None.
         grammar: State of its grammar after the tokens so far, if it has one.
+        prediction: Its predicted output, if it has one.
+        max_depth: Most draft tokens on a path by the request's limits, or None.
         trace: Whether chunks report the steps they come from.
         step: The last step, until a chunk has reported it.
         token_ids: The answer so far. The last token is the anchor.
@@ -49,6 +54,8 @@ class Request:
     listener: Callable[[Chunk], object] | None = None
     drafting: RequestDrafting | None = None
     grammar: AnswerGrammar | None = None
+    prediction: Prediction | None = None
+    max_depth: int | None = None
     trace: bool = False
     step: StepTrace | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -63,6 +70,7 @@ class Request:
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.params.seed)
         self.text = AnswerText(self.tokenizer, self.params.stop, self.token_ids, self.prompt, self.stop_ids)
+        self._drafts_prediction = False  # in this step
         self._sent = 0  # tokens that chunks have reported
         self._ended = threading.Event()
 
@@ -74,6 +82,42 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def has_own_drafts(self) -> bool:
+        """Whether it provides draft tokens itself."""
+        return self.prediction is not None or self.grammar is not None
+
+    def own_draft(self, most: int) -> tuple[list[int], list[float]]:
+        """Return the tokens that its grammar forces, or those of its prediction if these begin with them.
+
+        Returns:
+            At most `most` tokens, and the probability of each that it is accepted with all before it.
+        """
+        budget = None if self.drafting is None else self.drafting.tree_budget
+        limits = [most, self.remaining - 1, self.max_depth, budget or None]
+        most = min(limit for limit in limits if limit is not None)
+        self._drafts_prediction = False
+        if most <= 0:
+            return [], []
+        forced = [] if self.grammar is None else self.grammar.forced_tokens()[:most]
+        if self.prediction is not None:
+            predicted, acceptance_probs = self.prediction.draft(self.token_ids, most)
+            if predicted[: len(forced)] == forced:
+                self._drafts_prediction = True
+                return predicted, acceptance_probs
+        return forced, [FORCED_PROB] * len(forced)
+
+    def count_own_draft(self, num_drafted: int, path: Sequence[int]) -> None:
+        """Count the draft tokens of its prediction on an accepted path.
+
+        Args:
+            num_drafted: Its own draft tokens, which are the first nodes behind the anchor.
+        """
+        if self._drafts_prediction:
+            accepted = sum(0 < node <= num_drafted for node in path)
+            self.stats.accepted_prediction += accepted
+            self.stats.rejected_prediction += num_drafted - accepted
 
     def cancel(self) -> None:
         """End the request early and keep the tokens so far. May be called from any thread."""

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import PART, Distributions
+from blockdraft.decode.merging import put_first
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
+from blockdraft.decode.tree import best_count
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
 from blockdraft.engine.request import Request, RunningSequence
@@ -25,6 +27,8 @@ from blockdraft.types import StepTrace, TokenLogprob
 
 MAX_PENDING_STEPS = 512  # plain steps before the drafter observes what they committed
 OBSERVE_TOKENS = 256  # tokens of a batch in one such call of `observe`, whose memory grows with them
+OWN_NODE_COST_CPU, OWN_NODE_COST = 0.15, 0.01  # assumed seconds of a further node over those of a step with one
+MAX_OWN_NODES = 64  # nodes of a batch whose requests provide draft tokens themselves, unless its plan has more
 
 
 class Outcome(NamedTuple):
@@ -40,6 +44,7 @@ class Outcome(NamedTuple):
         drafter: Index of the member that drafted, for a `HybridPlan`.
         seconds: Time of the step, without `catch_up_seconds`.
         catch_up_seconds: Time the drafter spent on hidden states left over from earlier steps.
+        has_own_drafts: Whether draft tokens came from the requests themselves.
         invalid: Indices of sequences without a next token, because logits were not finite or the grammar allows none.
             Nothing of them was committed.
     """
@@ -53,6 +58,7 @@ class Outcome(NamedTuple):
     drafter: int = 0
     seconds: float = 0.0
     catch_up_seconds: float = 0.0
+    has_own_drafts: bool = False
     invalid: Sequence[int] = ()
 
 
@@ -109,6 +115,11 @@ class Runner:
         assert length <= self.committed_length(source)
         for store in (self.cache, self.state):
             store.copy(source, start, length)
+
+    def remember(self, request: Request) -> None:
+        """Let the drafter keep the output of a finished request for others of its `lookup_scope`."""
+        if request.params.lookup_scope is not None:
+            self.drafter.remember(self.state, request.params.lookup_scope, request.token_ids)
 
     def restore(self, sequence: RunningSequence) -> None:
         """Undo a failed step: keep only the tokens that the request knows."""
@@ -185,11 +196,12 @@ class Runner:
         self._observe(sequences, tokens, output.hidden_states, paths)
         return invalid
 
-    def step(self, sequences: Sequence[RunningSequence], plan: Plan) -> Outcome:
+    def step(self, sequences: Sequence[RunningSequence], plan: Plan, own_drafts: bool = True) -> Outcome:
         """Run one step: propose, score, verify, commit, observe.
 
         Args:
             sequences: Running sequences whose prompts have been read.
+            own_drafts: Whether the requests' own draft tokens come before the drafter's.
         """
         with StepTimer() as timer:
             requests, starts = [sequence.request for sequence in sequences], [sequence.start for sequence in sequences]
@@ -203,7 +215,10 @@ class Runner:
                 timer.mark(OBSERVE)
                 catch_up_seconds = timer.total - before
 
-            proposal = self._propose(requests, starts, anchor, plan)
+            own: list[list[int]] = [[] for _ in requests]
+            if own_drafts and any(request.has_own_drafts for request in requests):
+                own = self._own_drafts(sequences, plan)
+            proposal = self._propose(requests, starts, anchor, plan, own)
             timer.mark(DRAFT_CHOICE)
             output = self.target.forward(
                 proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers
@@ -226,8 +241,10 @@ class Runner:
                     count = request.extend(new[i], [True] * (len(new[i]) - 1) + [False], logprobs[i])
                     request.stats.committed.append(count)
                     request.stats.drafted.append(max_depth[i])
+                    if own[i]:
+                        request.count_own_draft(len(own[i]), paths[i])
             timer.mark(BOOKKEEPING)
-            if plan.block_size == 1 and not invalid:
+            if plan.block_size == proposal.tokens.size(1) == 1 and not invalid:
                 self._pending.append((proposal.tokens, output.hidden_states))
                 self._pending_of = list(sequences)
             else:
@@ -252,17 +269,49 @@ class Runner:
             drafter=proposal.part,
             seconds=timer.total - catch_up_seconds,
             catch_up_seconds=catch_up_seconds,
+            has_own_drafts=any(own),
             invalid=invalid,
         )
 
-    def _propose(self, requests: Sequence[Request], starts: Sequence[int], anchor: Tensor, plan: Plan) -> Proposal:
-        if plan.block_size == 1:
-            return chain(anchor[:, None])
-        if self._sampled and any(params.temperature > 0 for params in plan.params):
-            plan = plan.as_sampled(self._fresh_numbers(requests)[:, : plan.block_size - 1])
-        proposal = self.drafter.propose(self.state.of(starts), anchor, plan)
+    def _propose(
+        self,
+        requests: Sequence[Request],
+        starts: Sequence[int],
+        anchor: Tensor,
+        plan: Plan,
+        own: Sequence[list[int]],
+    ) -> Proposal:
+        if plan.block_size == 1 or all(len(draft_tokens) >= plan.block_size - 1 for draft_tokens in own):
+            proposal = chain(anchor[:, None])
+        else:
+            if self._sampled and any(params.temperature > 0 for params in plan.params):
+                plan = plan.as_sampled(self._fresh_numbers(requests)[:, : plan.block_size - 1])
+            proposal = self.drafter.propose(self.state.of(starts), anchor, plan)
+        if any(own):
+            proposal = put_first(own, proposal, plan.tree_budget)
         limits = [request.drafting for request in requests]
-        return cut(proposal, limits) if any(limits) else proposal
+        return cut(proposal, limits) if proposal.tokens.size(1) > 1 and any(limits) else proposal
+
+    def _own_drafts(self, sequences: Sequence[RunningSequence], plan: Plan) -> list[list[int]]:
+        """Return the draft tokens that requests provide themselves, as many as save time and have KV slots.
+
+        All sequences of a forward have as many nodes as the longest. Next to sampled chains, the number of draft tokens
+        must not depend on the other sequences.
+        """
+        rows = len(sequences)
+        beside_sampled = self._sampled and plan.block_size > 1 and any(params.temperature > 0 for params in plan.params)
+        most = max(plan.block_size - 1, plan.tree_budget)  # for which there are KV slots behind the longest answer
+        if not beside_sampled:
+            free_slots = min(sequence.request.remaining for sequence in sequences)
+            most = max(most, min(MAX_OWN_NODES // rows - 1, free_slots))
+        drafts = [sequence.request.own_draft(most) for sequence in sequences]
+        if not beside_sampled:
+            seconds = plan.step_seconds
+            if seconds is None or len(seconds) <= most:
+                cost = OWN_NODE_COST_CPU if self.target.device.type == "cpu" else OWN_NODE_COST
+                seconds = [1 + cost * (rows * (1 + count) - 1) for count in range(1 + most)]
+            most = best_count([acceptance_probs for _, acceptance_probs in drafts], seconds)
+        return [tokens[:most] for tokens, _ in drafts]
 
     def _verify(
         self, requests: Sequence[Request], proposal: Proposal, output: TargetOutput

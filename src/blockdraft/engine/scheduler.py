@@ -202,6 +202,7 @@ class Scheduler:
         for sequence in finished:
             self._sources.pop(sequence, None)
             self._kv_slots.free(sequence)
+            self._runner.remember(sequence.request)
         for sequence in finished:
             sequence.request.publish()
         return [sequence.request for sequence in finished]
@@ -264,7 +265,8 @@ class Scheduler:
             return
         invalid = [sequences[i] for i in outcome.invalid]
         if invalid:
-            self._retry_alone(invalid, None, None if len(sequences) == 1 and plan.block_size == 1 else _NOT_FINITE)
+            plain = len(sequences) == plan.block_size == 1 and not outcome.has_own_drafts
+            self._retry_alone(invalid, None, None if plain else _NOT_FINITE)
         else:
             self._controller.learn(outcome)
 
@@ -286,7 +288,8 @@ class Scheduler:
                 elif counts is not None:
                     failed = bool(self._runner.prefill([sequence], [counts[i]]))
                 else:
-                    failed = bool(self._runner.step([sequence], ChainPlan(1, [request.params])).invalid)
+                    outcome = self._runner.step([sequence], ChainPlan(1, [request.params]), own_drafts=False)
+                    failed = bool(outcome.invalid)
             except Exception as again:
                 known = again if isinstance(again, BlockdraftError) else RequestError(describe(again))
                 request.fail(known, None if known is again else again)

@@ -18,6 +18,7 @@ class Stats:
     Attributes:
         committed: Tokens committed by each step, bonus included, after cutting at a stop token or the length limit.
         drafted: Draft tokens on the longest path of each step's proposal.
+        accepted_prediction, rejected_prediction: Draft tokens of the request's prediction, accepted or rejected.
         remembered: Prompt tokens that were copied from another sequence instead of being read.
         prefill_seconds: Time of the forwards over the prompt, which other prompts may share.
         read_seconds: The request's share of that time. The shares of a batch sum to its prefill time.
@@ -29,6 +30,8 @@ class Stats:
 
     committed: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    accepted_prediction: int = 0
+    rejected_prediction: int = 0
     remembered: int = 0
     prefill_seconds: float = 0.0
     read_seconds: float = 0.0

@@ -86,7 +86,12 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
             f"Token id {outside} of the prompt is outside the target's vocabulary of {size} tokens; give ids from 0 to "
             f"{size - 1}. If the tokenizer made it, it knows tokens that the model lacks; leave these out."
         )
-    for name, tokens in (("logit_bias", dict(params.logit_bias)), ("stop_token_ids", params.stop_token_ids)):
+    predicted = () if isinstance(params.prediction, str) else params.prediction
+    for name, tokens in (
+        ("logit_bias", dict(params.logit_bias)),
+        ("stop_token_ids", params.stop_token_ids),
+        ("prediction", predicted),
+    ):
         outside = next((token for token in tokens if token >= size), None)
         if outside is not None:
             raise UsageError(
@@ -102,6 +107,16 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
         )
     if params.stop and target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so it cannot stop at a text; use stop_token_ids.")
+    if isinstance(params.prediction, str) and params.prediction and target.tokenizer is None:
+        raise UsageError(f"{without_tokenizer(target)}, so a prediction must be a list of token ids.")
+
+
+def encode_prediction(prediction: str | Sequence[int], target: Target | TargetText) -> list[int]:
+    """Return the token ids of a checked prediction, without special tokens."""
+    if isinstance(prediction, str) and prediction:
+        assert target.tokenizer is not None, "checked by check_request"
+        return list(cast("list[int]", target.tokenizer(prediction, add_special_tokens=False)["input_ids"]))
+    return [] if isinstance(prediction, str) else list(prediction)
 
 
 def end_token_ids(params: SamplingParams, target: Target) -> frozenset[int]:

@@ -44,7 +44,7 @@ def parse_methods(
         names: Methods, each optionally with a setting after a colon: `none`; `chain`, the drafter's chains, or
             `chain:8` with this block size; `chain-sampled`, chains of sampled draft tokens; `tree`, its trees, or
             `tree:64` with this budget; another drafter by folder or name, optionally with a block size;
-            `prompt_lookup+chain` and the like, a hybrid of other drafters and `drafter`.
+            `lookup+chain` and the like, a hybrid of other drafters and `drafter`.
         drafter: Drafter of the shapes, as in `Method`.
         block_size: As in `Drafting`, for methods that set none.
         tree_budget: As in `Drafting`, for `tree` without a budget.

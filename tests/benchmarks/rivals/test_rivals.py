@@ -36,11 +36,11 @@ def test_drafters_are_trained_and_measured_once(
     out = tmp_path / "out"
     words = ["--target", str(tiny_target_dir), "--data", str(tiny_data_dir), "--out", str(out)]
     words += ["--recipe", str(tmp_path / "recipe.toml"), "--prompts", str(tmp_path / "maths.jsonl"), "--seeds", "1"]
-    words += ["--kinds", "dflash,prompt_lookup", "--steps", "2", "--max-new-tokens", "8", "--repeats", "1"]
+    words += ["--kinds", "dflash,lookup", "--steps", "2", "--max-new-tokens", "8", "--repeats", "1"]
     words += ["--methods", "chain:8,tree:4", "--threads", "1", "--temperatures", "0"]
     rivals.main(words)
     text = (out / "rivals.md").read_text()
-    assert "| DFlash | chain:4 |" in text and "| prompt lookup | tree:4 |" in text
+    assert "| DFlash | chain:4 |" in text and "| lookup | tree:4 |" in text
     monkeypatch.setattr("subprocess.run", None)  # nothing is left to run
     rivals.main(words)
     assert (out / "rivals.md").read_text() == text

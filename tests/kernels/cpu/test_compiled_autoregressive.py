@@ -324,9 +324,7 @@ def test_a_tree_has_slots_until_the_last_token(
     target: Any = load_target(tiny_target_dir, backend="native", compile="on")
     drafter: Any = load_drafter(request.getfixturevalue(folder), target=target)
     assert slots_behind(drafter, 5) == drafter.slots_beside == 1 + 10 * (drafter.block_size - 2) > 13
-    assert (
-        slots_behind(HybridDrafter([load_drafter("prompt_lookup", target=target), drafter]), 5) == drafter.slots_beside
-    )
+    assert slots_behind(HybridDrafter([load_drafter("lookup", target=target), drafter]), 5) == drafter.slots_beside
     room = list[int]()
     nodes = drafter._run.nodes
 

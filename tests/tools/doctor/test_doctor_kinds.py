@@ -243,8 +243,8 @@ def test_norms_kept_otherwise(target: Target, learned: Callable[..., Checkpoint]
 
 
 def test_what_cannot_be_examined(target: Target) -> None:
-    with pytest.raises(UsageError, match="prompt_lookup does not exist; give the folder or GGUF file"):
-        checker_of("prompt_lookup", target)
+    with pytest.raises(UsageError, match="lookup does not exist; give the folder or GGUF file"):
+        checker_of("lookup", target)
 
 
 def test_checks_are_different_and_possible(

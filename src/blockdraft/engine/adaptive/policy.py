@@ -44,6 +44,7 @@ HOLD = 16  # steps for which a decision holds, since deciding costs time; fewer 
 TRIAL_SHARE = 0.01  # share of all steps that trials may lose
 MAX_CREDIT, NEW_SIZE_CREDIT = 2.0, 0.5  # steps that trials may lose at once, and credit for a new batch size
 MAX_TRIAL_TIME = 2.5  # longest trial relative to the best step
+HIDDEN_TRIAL_COST = 0.25  # credit for a trial whose outcome the requests' own draft tokens hide
 
 LoadCosts = Callable[[Drafter], Costs | None]
 
@@ -208,6 +209,10 @@ class Controller:
         """Learn from a step of the last plan."""
         decision, acceptance, requests = self._decision, self._acceptance, outcome.requests
         if decision is None:
+            return
+        if outcome.has_own_drafts:  # tokens and seconds do not show what the drafter brings
+            self._tried = decision.trial
+            self._credit -= HIDDEN_TRIAL_COST * decision.trial
             return
         self._step += 1
         acceptance.age()
@@ -375,6 +380,10 @@ class HybridController(Controller):
         return HybridPlan(max(turn.plan.block_size for turn in turns), plans[0].params, turns)
 
     def learn(self, outcome: Outcome) -> None:
+        if outcome.has_own_drafts:
+            for member in self._members:
+                member.learn(outcome)
+            return
         turns = outcome.plan.turns if isinstance(outcome.plan, HybridPlan) else ()
         plans = {turn.drafter: turn.plan for turn in turns}
         none, plain = [0] * len(outcome.requests), ChainPlan(1, outcome.plan.params)

@@ -123,7 +123,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
 WORTHWHILE = 1.02  # speed-up from which on a drafter is worth having
 NOT_YET = (
     "It does not pay off here yet. More training makes it better: run the command with more --hours and another --out. "
-    "Until then use --drafter prompt_lookup, which needs no training and pays off where answers repeat the prompt."
+    "Until then use --drafter lookup, which needs no training and pays off where answers repeat the prompt."
 )
 
 
