@@ -205,7 +205,7 @@ def test_a_request_that_may_not_draft_does_not(target: Target, plain: list[list[
 @pytest.mark.parametrize(
     ("prediction", "message"),
     [
-        ([5, -1], "prediction must be a text or hold token ids, 0 or more, got -1"),
+        ([5, -1], "entries of prediction must be token ids from 0 on, got -1"),
         ([5, "a"], "prediction must be a text or hold token ids, 0 or more, got 'a'"),
         (7, "prediction is 7; give a list"),
         ([10**6], "prediction names the token 1000000, outside the target's vocabulary"),
