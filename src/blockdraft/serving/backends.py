@@ -16,7 +16,6 @@ from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.evaluation.prompts import SAMPLES
 from blockdraft.formats.gguf import is_gguf, open_gguf
-from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY
 from blockdraft.types import JOINT, RequestDrafting, SamplingParams
 
@@ -118,10 +117,7 @@ def weights_of(engine: Engine) -> tuple[int, int]:
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:  # the network drops its weights once its forward pass is compiled
                 drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    try:
-        return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
-    finally:
-        let_team_go()  # counting unpacks quantized weights, which starts a team of threads
+    return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
 
 
 def count_differences(engine: Engine, count: int) -> int:

@@ -50,7 +50,7 @@ STRUCT(Model)
 
 /* embedded: embeddings in the place of tokens, or null. reach: number of committed tokens that are seen, the last ones.
    best: index of the largest of the logits, see `best_of`, or null. slots: size of the store. room: numbers of `float` in
-   the workspace. store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot
+   the workspace. pool: threads of the call, or null. store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot
    of each row. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots: number of first committed tokens that no
    node sees. done: nodes of each row that earlier calls have written behind the committed tokens, before these nodes;
    `parents`, [batch, done + nodes], includes and counts them. */
@@ -58,7 +58,7 @@ STRUCT(Model)
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
     FIELD(S, const i64 *, target_layers) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded)        \
     FIELD(S, i64, batch) FIELD(S, i64, nodes) FIELD(S, i64, num_target_layer_ids) FIELD(S, i64, num_logits)           \
-    FIELD(S, i64, reach) FIELD(S, i64, threads) FIELD(S, i64, slots) FIELD(S, i64, room)                  \
+    FIELD(S, i64, reach) FIELD(S, Pool *, pool) FIELD(S, i64, slots) FIELD(S, i64, room)                  \
     FIELD(S, void *, store)                                                                               \
     FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                   \
     FIELD(S, float *, hidden_states) FIELD(S, float *, logits) FIELD(S, float *, workspace) FIELD(S, i64 *, best) \
@@ -115,7 +115,6 @@ const char *problem(i64 code) {
 #define MOST ((i64)1 << 31) /* largest count, so that no product of counts overflows */
 #define MOST_GROUP 65536 /* inputs of the largest group, so that no sum of their products overflows */
 #define MOST_HEAD 1024 /* numbers of the largest head in 8 bits, so that no score overflows */
-#define MOST_THREADS 4096
 #define REFUSE(condition, code) if (condition) return -(code)
 
 static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {

@@ -153,39 +153,45 @@ static void narrow_row(const float *x, i64 size, int in_order, input *to) {
 }
 #endif
 
-/* Whether each thread rounds some groups of all rows. Codes of rows lie side by side, so threads with rows of the same tile
-   would write to the same cache lines, which is slow. */
-static int by_groups(const Linear *l, i64 rows) {
-    return IS_INTEGER(l) && rows < TILE_ROWS * omp_get_num_threads() && rows <= l->inputs / l->group;
+/* Return whether threads share the groups of all rows. Codes of rows lie side by side, so threads that share the rows of a
+   tile would write to the same cache lines, which is slow. */
+static int by_groups(const Thread *t, const Linear *l, i64 rows) {
+    return IS_INTEGER(l) && rows < TILE_ROWS * t->threads && rows <= l->inputs / l->group;
 }
 
-/* Round rows for a product where IS_ROUNDED. Each thread takes some groups where they are so shared, and the rows of
-   `SHARE(rows)` elsewhere, or with `whole_rows`. */
-static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, int whole_rows) {
-#if NARROW
-    if (!IS_INTEGER(l)) {
-        SHARE(rows, from, to);
-        for (i64 row = from; row < to; row++)
-            narrow_row(x + row * xs, l->inputs, TILED_PRODUCT(l), (input *)in.codes + row * ROW_SIZE(l->inputs));
-        return;
-    }
-#endif
-    if (!IS_INTEGER(l)) return;
+/* Round the groups from `first` to `last` of the rows from `begin` to `end`. */
+static void round_groups(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, i64 begin, i64 end, i64 first,
+                         i64 last) {
     const i64 group = l->group, groups = l->inputs / group;
-    const int split = !whole_rows && by_groups(l, rows);
-    SHARE(split ? groups : rows, first, last);
-    const i64 first_row = split ? 0 : first, last_row = split ? rows : last;
     for (i64 tile = 0; tile < TILES(rows); tile++) {
-        const i64 begin = TILE_BEGIN(rows, tile), end = TILE_BEGIN(rows, tile + 1), R = end - begin;
-        const i64 from = first_row > begin ? first_row : begin, to = last_row < end ? last_row : end;
-        for (i64 g = split ? first : 0; g < (split ? last : groups); g++)
+        const i64 of_tile = TILE_BEGIN(rows, tile), R = TILE_BEGIN(rows, tile + 1) - of_tile;
+        const i64 from = begin > of_tile ? begin : of_tile, to = end < of_tile + R ? end : of_tile + R;
+        for (i64 g = first; g < last; g++)
             for (i64 row = from; row < to; row++) {
-                const i64 at = begin * groups + g * R + row - begin;
-                int8_t *own = in.codes + begin * l->inputs + g * group * R + (row - begin) * 4;
+                const i64 at = of_tile * groups + g * R + row - of_tile;
+                int8_t *own = in.codes + of_tile * l->inputs + g * group * R + (row - of_tile) * 4;
                 round_group(x + row * xs + g * group, group, own, 4 * R, in.factors + at, in.sums + at);
                 in.products[at] = in.factors[at] * (float)in.sums[at];
             }
     }
+}
+
+/* Round the rows from `first` to `last` for a product, where IS_ROUNDED. */
+static void round_rows(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, i64 first, i64 last) {
+    if (IS_INTEGER(l)) round_groups(l, x, xs, rows, in, first, last, 0, l->inputs / l->group);
+#if NARROW
+    else
+        for (i64 row = first; row < last; row++)
+            narrow_row(x + row * xs, l->inputs, TILED_PRODUCT(l), (input *)in.codes + row * ROW_SIZE(l->inputs));
+#endif
+}
+
+/* Round all rows for a product, where IS_ROUNDED. */
+static void round_inputs(Thread *t, const Linear *l, const float *x, i64 xs, i64 rows, Rounded in) {
+    if (!IS_ROUNDED(l)) return;
+    if (by_groups(t, l, rows))
+        PIECES(t, l->inputs / l->group, 8, first, last) round_groups(l, x, xs, rows, in, 0, rows, first, last);
+    else PIECES(t, rows, TILE_ROWS, first, last) round_rows(l, x, xs, rows, in, first, last);
 }
 
 #define FACTOR_BYTES(kind) ((kind) == FLOAT16 ? 2 : (kind) == INT8 ? 1 : 4)
@@ -365,9 +371,8 @@ static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, floa
 
 #define TOGETHER (64 / LANES) /* blocks whose weights fit into the cache while all rows are multiplied with them */
 
-/* `project` for a weight of integers. */
-static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
-    SHARE((l->outputs + LANES - 1) / LANES, first, last);
+/* `project` for a weight of integers, for the blocks of outputs from `first` to `last`. */
+static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
     const i64 tiles = TILES(rows), together = tiles > 1 ? TOGETHER : last - first, groups = l->inputs / l->group;
     for (i64 block = first; block < last; block += together) {
         const i64 end = block + together < last ? block + together : last;
@@ -379,8 +384,8 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64
     }
 }
 #else
-static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
-    (void)l, (void)in, (void)rows, (void)y, (void)ys, (void)add;
+static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
+    (void)l, (void)in, (void)rows, (void)first, (void)last, (void)y, (void)ys, (void)add;
 }
 #endif
 

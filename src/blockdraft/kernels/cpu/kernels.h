@@ -8,12 +8,11 @@
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#define omp_get_num_threads() 1
-#endif
+
+typedef int64_t i64;
+
+#define MOST_THREADS 4096
+#include "pool.h"
 
 #if defined(__AVX512F__) && MOST_LANES >= 16
 #define LANES 16
@@ -32,7 +31,6 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint32_t uints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef int64_t i64;
 typedef i64 longs __attribute__((vector_size(8 * LANES)));
 typedef long long pair __attribute__((vector_size(16)));
 typedef short eight __attribute__((vector_size(16)));
@@ -66,11 +64,6 @@ typedef short eight __attribute__((vector_size(16)));
 #define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a key or value in the store; with 8 bits a factor follows */
 
 #include "calls.h"
-
-/* Range of 0 .. count that this thread takes. */
-#define SHARE(count, from, to)                                                                            \
-    i64 from = (count) * omp_get_thread_num() / omp_get_num_threads(),                                    \
-        to = (count) * (omp_get_thread_num() + 1) / omp_get_num_threads()
 
 INLINE vec splat(float x) { return x - (vec){}; } /* + would turn -0 into 0, and cost an addition */
 INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
@@ -184,6 +177,8 @@ typedef float input;
 #else
 #define ROWS 6
 #endif
+
+#define AT_A_TIME 8 /* most blocks of outputs that are computed together */
 
 #define CHAIN 32 /* numbers of which AMX adds up the products at even and at odd places apart */
 
@@ -360,7 +355,7 @@ static i64 best_of(const float *x, i64 size) {
 #if AMX && PAIRED
 #define AT_ONCE_TILED 4 /* tiles of rows that share what is interleaved */
 
-/* `project` by AMX, for the blocks of outputs from `first` to `last`. Rows lie in order. */
+/* `project_blocks` by AMX. Rows lie in order. */
 static void project_tiles(const Linear *l, const input *x, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
     const i64 size = l->inputs * LANES, R = rows < TILE_ROWS_OF_AMX ? rows : TILE_ROWS_OF_AMX, xs = 2 * l->inputs;
     __attribute__((aligned(64))) uint16_t weights[CHAIN * LANES];
@@ -417,24 +412,12 @@ static void project_tiles(const Linear *l, const input *x, i64 rows, i64 first, 
 }
 #endif
 
-/* y = x W^T + bias, or y += x W^T + bias with `add`; each thread computes some of the outputs. Where IS_ROUNDED, `in`
-   holds x as `round_inputs` has rounded it. */
-static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
-    if (IS_INTEGER(l)) {
-        integer_project(l, in, rows, y, ys, add);
-        return;
-    }
-#if NARROW
-    const input *given = (const input *)in.codes;
-    xs = ROW_SIZE(l->inputs);
-    (void)x;
-#else
-    const input *given = x;
-#endif
-    SHARE((l->outputs + LANES - 1) / LANES, first, last);
+/* `project` for the blocks of outputs from `first` to `last`. */
+static void project_blocks(const Linear *l, const input *x, i64 xs, i64 rows, i64 first, i64 last, float *y, i64 ys,
+                           int add) {
 #if AMX && PAIRED
     if (TILED_PRODUCT(l)) {
-        project_tiles(l, given, rows, first, last, y, ys, add);
+        project_tiles(l, x, rows, first, last, y, ys, add);
         return;
     }
 #endif
@@ -445,9 +428,27 @@ static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 row
         while (C > last - block) C = C == 3 ? 2 : C / 2;
         for (i64 group = 0; group < groups; group++) {
             i64 row = rows * group / groups, R = rows * (group + 1) / groups - row;
-            tiles(l, given + row * xs, xs, block, y + row * ys, ys, add, group == groups - 1, R, C);
+            tiles(l, x + row * xs, xs, block, y + row * ys, ys, add, group == groups - 1, R, C);
         }
     }
+}
+
+/* Compute y = x W^T + bias, or y += x W^T + bias with `add`. Where IS_ROUNDED, `in` holds x as `round_inputs` has rounded
+   it. */
+static void project(Thread *t, const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
+    const i64 blocks = (l->outputs + LANES - 1) / LANES;
+    if (IS_INTEGER(l)) {
+        PIECES(t, blocks, 1, first, last) integer_project(l, in, rows, first, last, y, ys, add);
+        return;
+    }
+#if NARROW
+    const input *given = (const input *)in.codes;
+    xs = ROW_SIZE(l->inputs);
+    (void)x;
+#else
+    const input *given = x;
+#endif
+    PIECES(t, blocks, AT_A_TIME, first, last) project_blocks(l, given, xs, rows, first, last, y, ys, add);
 }
 
 INLINE float sum_of(vec x) {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.kernels.cpu.pool import Pool, borrow_pool, return_pool
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import InterleavedWeight, spans
 
@@ -94,7 +95,8 @@ class CallFields(Fields):
 
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "parents", "lengths", "target_layers", "logits_at", "embedded")),
-        *((name, c_int64) for name in ("batch", "nodes", "num_target_layer_ids", "num_logits", "reach", "threads")),
+        *((name, c_int64) for name in ("batch", "nodes", "num_target_layer_ids", "num_logits", "reach")),
+        ("pool", c_void_p),
         *((name, c_int64) for name in ("slots", "room")),
         ("store", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "head_stride")),
@@ -213,7 +215,7 @@ class Library:
         self._draft_chain = _function(library, "draft_chain", *[c_void_p] * 3)
         self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, *[c_int64] * 3)
         self._draft_context = _function(library, "draft_context", *[c_void_p] * 4)
-        types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)
+        types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         self._packed_linear = _function(library, "packed_linear", *types)
         self.lanes = int(_function(library, "lanes")())
         self.weights_dtype = DTYPES[_function(library, "weight_kind")()]
@@ -267,9 +269,16 @@ class Library:
 
     def multiply(self, weight: LinearFields, x: Tensor, out: Tensor) -> None:
         """Write `x @ weight.T + bias` to `out`. Both are float32 matrices; `out` and each `x[i]` are contiguous."""
-        threads = torch.get_num_threads()
-        count, stride = len(x), x.stride(0)
-        self._checked(self._packed_linear(byref(weight), x.data_ptr(), stride, count, out.data_ptr(), threads))
+        pool = self.borrow_pool()
+        try:
+            at = x.data_ptr(), x.stride(0), len(x), out.data_ptr(), pool.address
+            self._checked(self._packed_linear(byref(weight), *at))
+        finally:
+            return_pool(pool)
+
+    def borrow_pool(self) -> Pool:
+        """Return a pool of as many threads as torch uses, for one call. `return_pool` takes it back."""
+        return borrow_pool(self._library, torch.get_num_threads())
 
     def _checked(self, result: int) -> int:
         assert result >= 0, self._problem(-result).decode()
