@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import chain_parents
+from blockdraft.kernels.cpu.library import num_threads, one_torch_thread
 from blockdraft.kernels.cpu.sources import PARALLEL, SOURCE
 from blockdraft.targets import Target, load_target
 
@@ -103,3 +105,15 @@ def test_a_forked_process_has_threads_of_its_own(target: Target, set_threads: Se
         os._exit(0 if torch.equal(logits(target, 1, 8, False), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(logits(target, 1, 8, False), expected)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="torch may use another library for threads")
+def test_torch_may_use_one_thread_while_the_kernels_use_all(set_threads: SetThreads) -> None:
+    seen: list[int] = []
+    set_threads(3)
+    with one_torch_thread:
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert (torch.get_num_threads(), num_threads(), seen) == (1, 3, [3])
+    assert torch.get_num_threads() == num_threads() == 3

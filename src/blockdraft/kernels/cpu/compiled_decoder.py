@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.cpu.library import KINDS, NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
-from blockdraft.kernels.cpu.pool import return_pool
+from blockdraft.kernels.cpu.library import (
+    KINDS,
+    NORMS,
+    PROJECTIONS,
+    CallFields,
+    LayerFields,
+    Library,
+    ModelFields,
+    num_threads,
+    return_pool,
+)
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
@@ -99,14 +108,14 @@ class CompiledLayers(ABC):
             nodes: Nodes per sequence.
             slots: KV slots that a sequence reaches, those of its nodes included.
         """
-        return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, torch.get_num_threads())
+        return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, num_threads())
 
     def _in_workspace(self, function: Callable[[ModelFields, CallFields], int], call: CallFields, end: int) -> None:
         """Make a call of a library function whose sequences reach at most `end` KV slots."""
         with self._lock:
             self._reach(end)
             call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
-            pool = self.library.borrow_pool()
+            pool = self.library.borrow_pool(num_threads())
             call.pool = pool.address
             try:
                 while needed := function(self._model, call):  # a chain's later nodes may need more than its first

@@ -261,7 +261,7 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
 static void place(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
                   i64 heads, uint8_t *strange) {
     const i64 work = call->batch * call->nodes * (heads + 2 * m->kv_heads);
-    PIECES(t, work, 1, first, last)
+    PIECES(t, work, 4, first, last)
         for (i64 i = first; i < last; i++) place_head(m, layer, call, index, depths, qkv, heads, strange, i);
 }
 
@@ -506,7 +506,7 @@ static void run_layers(Thread *t, const void *argument) {
         add_output(t, m, call, of_attention, layer->after_attention, corrections, h, x);
         read = input_of(t, &layer->gate_up, m, call, of_mlp, layer->before_mlp, x, h, in, corrections, turned);
         project(t, &layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
-        PIECES(t, rows * ((m->inner + LANES - 1) / LANES), 4, first, last) activate(m, wide, first, last);
+        PIECES(t, rows * ((m->inner + LANES - 1) / LANES), 32, first, last) activate(m, wide, first, last);
         round_inputs(t, &layer->down, wide, 2 * m->inner, rows, in);
         added = !layer->after_mlp && !of_mlp->taps;
         project(t, &layer->down, wide, 2 * m->inner, in, rows, added ? x : h, H, added);
@@ -523,7 +523,7 @@ static void run_layers(Thread *t, const void *argument) {
     round_inputs(t, &m->head, call->logits_at ? x : h, H, scored, in);
     project(t, &m->head, call->logits_at ? x : h, H, in, scored, call->logits, outputs, 0);
     if (m->logit_cap)
-        PIECES(t, (scored * outputs + LANES - 1) / LANES, 1, first, last)
+        PIECES(t, (scored * outputs + LANES - 1) / LANES, 64, first, last)
             for (i64 i = first * LANES; i < last * LANES && i < scored * outputs; i++)
                 call->logits[i] = cap(call->logits[i], m->logit_cap);
     if (call->best)

@@ -60,6 +60,8 @@ typedef struct {
 #define TILES(rows) (((rows) + TILE_ROWS - 1) / TILE_ROWS)
 #define TILE_BEGIN(rows, tile) ((rows) * (tile) / TILES(rows))
 
+#define TOGETHER (64 / LANES) /* blocks whose weights fit into the cache while all rows are multiplied with them */
+
 #define ROUNDING 12582912.0f /* adding it rounds to the nearest integer, ties to even */
 
 /* Larger ones of two vectors of absolute values, given as bits, in whose order NaN comes last. */
@@ -368,8 +370,6 @@ static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, floa
 #endif
     }
 }
-
-#define TOGETHER (64 / LANES) /* blocks whose weights fit into the cache while all rows are multiplied with them */
 
 /* `project` for a weight of integers, for the blocks of outputs from `first` to `last`. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {

@@ -438,7 +438,7 @@ static void project_blocks(const Linear *l, const input *x, i64 xs, i64 rows, i6
 static void project(Thread *t, const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
     const i64 blocks = (l->outputs + LANES - 1) / LANES;
     if (IS_INTEGER(l)) {
-        PIECES(t, blocks, 1, first, last) integer_project(l, in, rows, first, last, y, ys, add);
+        PIECES(t, blocks, TOGETHER, first, last) integer_project(l, in, rows, first, last, y, ys, add);
         return;
     }
 #if NARROW

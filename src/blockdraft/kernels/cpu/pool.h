@@ -46,13 +46,13 @@ typedef struct {
 
 typedef void Work(Thread *, const void *);
 
-/* Loop over pieces of 0 .. count. Sizes of pieces are multiples of `grain`, except where parts of threads end. Do not
-   leave the loop before its end. */
+/* Loop over pieces of 0 .. count. Their sizes are multiples of `grain`, except at the end of a thread's part. The loop must
+   not be left before its end. */
 #define PIECES(t, count, grain, from, to) for (i64 from, to; take(t, count, grain, &from, &to);)
 
 #ifdef PARALLEL
 #define LINE 128 /* bytes of two cache lines, since processors prefetch the second */
-#define PER_THREAD 4 /* pieces of a thread's part */
+#define PER_THREAD 4 /* a piece is this part of what is left of a thread's range, so that the last pieces are small */
 #define STAGE_SPIN 50000 /* nanoseconds that a thread spins before it sleeps, while it waits for the end of a stage */
 #define IDLE_SPIN 1000000 /* and while it waits for a call */
 #define BRIEF 32 /* pauses before a thread takes pieces of others, which are usually done by then */
@@ -139,7 +139,6 @@ static void wake(Signal *s) {
 static int claim(Pool *p, i64 owner, uint32_t stage, i64 count, i64 grain, i64 *from, i64 *to) {
     const i64 begin = count * owner / p->threads, size = count * (owner + 1) / p->threads - begin;
     if (!size) return 0;
-    const i64 piece = ((size + PER_THREAD - 1) / PER_THREAD + grain - 1) / grain * grain;
     _Atomic uint64_t *next = &p->parts[owner].next;
     uint64_t seen = atomic_load_explicit(next, memory_order_relaxed);
     i64 offset;
@@ -147,6 +146,7 @@ static int claim(Pool *p, i64 owner, uint32_t stage, i64 count, i64 grain, i64 *
         if (seen >> 32 > stage) return 0; /* this thread is late */
         offset = seen >> 32 == stage ? (i64)(uint32_t)seen : 0;
         if (offset >= size) return 0;
+        const i64 piece = ((size - offset) / PER_THREAD + grain) / grain * grain; /* smaller and smaller */
         *to = offset + piece < size ? offset + piece : size;
     } while (!atomic_compare_exchange_weak_explicit(next, &seen, (uint64_t)stage << 32 | (uint64_t)*to,
                                                     memory_order_relaxed, memory_order_relaxed));

@@ -12,13 +12,17 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from blockdraft.kernels.cpu.pool import allowed_cores
 from blockdraft.machine import cache_folder, processor
 
 ROUNDS = 7  # measurements of each number of threads
 LIMIT_SECONDS = 1.0  # after this, no further round begins
 GAIN = 0.95  # more threads must take at most this share of the time of fewer
 BUSY = 1.5  # load per core above which a measurement is not stored
+
+
+def allowed_cores() -> int:
+    """Return the number of logical cores that this process may use."""
+    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
 
 
 def candidates() -> list[int]:
