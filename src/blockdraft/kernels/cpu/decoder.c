@@ -1,19 +1,18 @@
-/* Forward of a decoder, or of a draft network, for few nodes on a CPU, in one call: without time between operations, and
-   with weights read once.
+/* Forward pass of a decoder or draft network on a CPU, for few nodes, in one call.
 
-   The numbers of a node are computed by the same operations in the same order, however many nodes there are and wherever
-   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, what
-   they are multiplied with is float32 or rounded to bfloat16, and sums are float32; or weights are integers of 8 or 4
-   bits (integers.h). `rows` counts the nodes of all rows of the batch, which are rows of the matrices here.
-   cpu/compiled_decoder.py, cpu/compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of calls.h.
-   Exported functions check their arguments, and return the number of a problem. */
+   Each node's numbers come from the same operations in the same order, however many nodes there are and wherever its
+   ancestors lie. So a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, their
+   inputs are float32 or rounded to bfloat16, and sums are float32. Or weights are integers of 8 or 4 bits (integers.h).
+   `rows` counts the nodes of all sequences of the batch, which are the rows of the matrices here. Threads share the work
+   in stages (pool.h). compiled_decoder.py, compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of
+   calls.h. Exported functions check their arguments, and return minus the number of a problem. */
 #include "attention.h"
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 first, i64 last, float *y, int add) {
     for (i64 row = first; row < last; row++) rms_norm(x + row * size, weight, eps, size, y + row * size, add);
 }
 
-/* Norm rows of x to h, and round them for a product. Threads that share groups all compute the factors of all rows. */
+/* Norm rows of x to h, and round them for a product. Where threads share groups, each computes the factors of all rows. */
 static void norm_and_round(Thread *t, const Linear *l, const float *x, const float *weight, float eps, i64 rows, float *h,
                            Rounded in) {
     const i64 H = l->inputs;
@@ -47,10 +46,10 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
     }
 }
 
-/* Number of nodes of a row, those of earlier calls included. */
+/* Return the number of nodes of a row, including those of earlier calls. */
 static i64 all_nodes(const Call *call) { return call->done + call->nodes; }
 
-/* Write `mark` to the scores of slots that a node does not see. `node` counts the nodes of earlier calls, too. */
+/* Write `mark` to the scores of slots that a node does not attend to. `node` also counts the nodes of earlier calls. */
 static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 begin, i64 slots, const i64 *depths,
                  float *scores, float mark) {
     const i64 length = call->lengths[row], *parents = call->parents + row * all_nodes(call);
@@ -73,7 +72,7 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     }
 }
 
-/* Places in a thread's own memory for attention, in numbers of `float`; all are multiples of 64 bytes where LANES is 16. */
+/* Offsets in a thread's own memory for attention, in floats. With 16 LANES all are multiples of 64 bytes. */
 typedef struct {
     i64 queries, sums, keys, slots, weights, scores, path, end;
 } Own;
@@ -90,14 +89,14 @@ static Own own_places(i64 D, i64 slots) {
     return p;
 }
 
-/* Nodes that a node sees of a tree, by their depth, itself the last. Returns how many. */
+/* Write the ancestors of a node and itself to `path`, by depth. Return how many there are. */
 static i64 path_of(const i64 *parents, i64 node, i64 depth, int32_t *path) {
     for (i64 at = depth; at >= 0; at--, node = parents[node]) path[at] = (int32_t)node;
     return depth + 1;
 }
 
-/* Add to `sums` the values from slot `begin` on that `count` queries of a node see, in the order of a chain: its ancestors
-   lie elsewhere in a tree, and sums of numbers in 16 or 8 bits depend on the places that these have among the slots. */
+/* Add to `sums` the values that `count` queries of a node attend to, from slot `begin` on, in the order of a chain. Sums of
+   numbers in 16 or 8 bits depend on their order, and in a tree the ancestors lie elsewhere. */
 static void mix_path(const Call *call, i64 row, i64 node, i64 depth, i64 begin, i64 D, const char *values, float *scores,
                      i64 stride, i64 count, const float *largest, float *codes, float *scales, longs *totals, float *sums,
                      char *gathered, float *turned, int32_t *path) {
@@ -124,10 +123,10 @@ static void mix_path(const Call *call, i64 row, i64 node, i64 depth, i64 begin, 
     }
 }
 
-/* Attention of up to QUERIES queries of one key/value head: first all scores, then weights and sums, so that sums need no
-   correction when a larger score comes, which would depend on where blocks begin. Invisible slots get weight 0, which
-   changes no sum unless their values are not finite: `strange` marks nodes whose values may not be, and then the sums
-   leave invisible slots out. With 8 bits only factors are not finite, which weights leave out. */
+/* Compute attention of up to QUERIES queries of one key/value head. All scores come first, then weights and sums. A running
+   maximum would make sums depend on where blocks begin. Invisible slots get weight 0, which changes no sum if their
+   values are finite. `strange` marks nodes whose values may not be; then sums leave invisible slots out. With 8 bits only
+   factors can be not finite, and weights leave those out. */
 static void attend(const Model *m, const Layer *layer, const Call *call, i64 row, i64 head, i64 from,
                    i64 to, const uint8_t *strange, const i64 *depths, const char *keys, const char *values,
                    const float *qkv, float *mixed, float *memory) {
@@ -139,16 +138,16 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
     float *queries = memory + at.queries, *sums = memory + at.sums, *codes = memory + at.weights;
     float *scores = memory + at.scores;
-    char *last = (char *)(memory + at.slots); /* slots of the last block, behind which others may not be read */
+    char *last = (char *)(memory + at.slots); /* copy of the last block, since memory behind it may not be read */
     float largest[QUERIES], of_queries[QUERIES], scales[QUERIES], factors[WEIGHED] = {0};
     longs totals[QUERIES] = {0};
     const int skip = STORE != INT8 && memchr(strange, 1, slots - behind) != 0;
-    int branches = 0; /* whether a node has other nodes than its ancestors before it, and their places matter */
+    int branches = 0; /* whether other nodes than ancestors come before a node, and the order matters */
     for (i64 node = call->done + from / G; STORE != FLOAT32 && !layer->whole_block && node < slots - length; node++)
         branches |= depths[node] != node;
     const int tiled = TILED(count, D) && !branches;
     const i64 shared = branches && !skip ? length / WEIGHED * WEIGHED : slots; /* slots that are the same in a chain */
-    /* The first slot that a query sees, at the earliest: all queries are behind the committed tokens. */
+    /* First slot that any query may attend to. All queries are behind the committed tokens. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
     begin = begin > 0 ? begin / WEIGHED * WEIGHED : 0;
@@ -198,7 +197,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     }
 }
 
-/* Attention of some of the queries of all rows and heads. `own` is the memory of the thread. */
+/* Compute attention of the queries from `first` to `last` of all rows and heads. `own` is the memory of the thread. */
 static void attend_all(const Model *m, const Layer *layer, const Call *call, i64 index, i64 first, i64 last,
                        const uint8_t *strange, const i64 *depths, const float *qkv, float *mixed, float *own) {
     const i64 N = call->nodes, queries = N * m->heads / m->kv_heads, size = BYTES(STORE);
@@ -221,14 +220,14 @@ static void attend_all(const Model *m, const Layer *layer, const Call *call, i64
 #endif
 }
 
-/* Compute attention. `memory` holds `own_size` numbers for each thread. */
+/* Compute attention of all queries. `memory` holds `own_size` floats for each thread. */
 static void attention(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,
                       const i64 *depths, const float *qkv, float *mixed, float *memory, i64 own_size) {
     PIECES(t, call->batch * m->heads * call->nodes, QUERIES, first, last)
         attend_all(m, layer, call, index, first, last, strange, depths, qkv, mixed, memory + t->index * own_size);
 }
 
-/* Head `work` of all nodes, as `place` does. */
+/* `place` for one head of one node: number `work` of all. */
 static void place_head(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
                        i64 heads, uint8_t *strange, i64 work) {
     const i64 all = heads + 2 * m->kv_heads, D = m->head_dim;
@@ -352,25 +351,28 @@ static void tap(Thread *t, const Model *m, const Call *call, i64 layer, const fl
     }
 }
 
-/* Places in the workspace, in numbers of `float`; `end` is the size that is needed. */
+/* Offsets in the workspace, in floats. `end` is the size that is needed. */
 typedef struct {
     i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, end;
 } Places;
 
+/* Return whether inputs of a layer or of the head are rounded. */
 static int rounds(const Model *m) {
-    int found = IS_ROUNDED(&m->head) || IS_INTEGER(&m->joined);
-    for (i64 index = 0; index < m->num_layers && !found; index++) {
+    int any = IS_ROUNDED(&m->head) || IS_INTEGER(&m->joined);
+    for (i64 index = 0; index < m->num_layers && !any; index++) {
         const Layer *layer = m->layers + index;
-        found = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
+        any = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
             || IS_INTEGER(&layer->down);
     }
-    return found;
+    return any;
 }
 
-/* Numbers of `float` that hold rounded rows. */
-static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * (3 + (NARROW ? 2 * (i64)sizeof(input) : 2))); }
+/* Return the number of floats that hold rounded rows. */
+static i64 rounded_size(i64 rows, i64 inputs) {
+    return rows * ((inputs + 7) / 8 * (3 + (NARROW ? 2 * (i64)sizeof(input) : 2)));
+}
 
-/* Rounded rows in that memory. */
+/* Return the rounded rows in that memory. */
 static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
     const i64 groups = rows * ((inputs + 7) / 8);
     return (Rounded){(int8_t *)(memory + 3 * groups), memory, memory + groups, (int32_t *)(memory + 2 * groups)};
@@ -382,7 +384,7 @@ static i64 widest_input(const Model *m) {
     return more > own ? more : own;
 }
 
-/* Places for `rows` nodes behind `done` earlier ones. */
+/* Return the offsets for `rows` nodes behind `done` earlier ones. */
 static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads) {
     const i64 mix_width = m->heads * m->head_dim, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     Places p = {0};
@@ -408,14 +410,14 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     return p;
 }
 
-/* Numbers of `float` in the workspace of `decoder_forward`, for rows of the batch that reach `slots` slots, those of
-   their nodes included. Nodes of earlier calls take less. */
+/* Return the number of floats in the workspace of `decoder_forward`, for sequences that reach `slots` slots, including
+   those of their nodes. Nodes of earlier calls take less. */
 i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
     i64 wrong = check_shape(m, batch, nodes, slots, threads);
     return wrong ? wrong : places(m, batch * nodes, 0, slots, threads).end;
 }
 
-/* `count` outputs of a weight from `first` on, which begins a block. */
+/* Return the `count` outputs of a weight from `first` on, which begins a block. */
 static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     Linear part = *l;
     const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
@@ -554,7 +556,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
     return 0;
 }
 
-/* Whether one more draft token a row pays; `next_pays` of decode/tree.py. */
+/* Return whether one more draft token per row saves time, as `next_pays` of decode/tree.py. */
 static int pays(const Chain *c, i64 batch) {
     double now = batch, more = batch;
     for (i64 row = 0; row < batch; row++) {
@@ -581,9 +583,9 @@ static void extend_chains(Thread *t, const void *argument) {
             const i64 best = e->call->best[row] < 0 ? 0 : e->call->best[row]; /* any token where no number is finite */
             c->tokens[row * (c->draft_tokens + 1) + c->made + 1] = c->kept[best];
             if (!c->seconds) continue;
-            const float chance = chance_of(logits, e->outputs, logits[best]);
-            c->survival[row] *= chance;
-            c->following[row] = c->survival[row] * chance;
+            const float probability = largest_probability(logits, e->outputs, logits[best]);
+            c->survival[row] *= probability;
+            c->following[row] = c->survival[row] * probability;
             c->expected[row] += c->survival[row];
         }
 }
@@ -615,7 +617,7 @@ i64 draft_chain(const Model *m, const Call *call, Chain *c) {
     return 0;
 }
 
-/* Numbers of `float` in the workspace of `draft_context`, for hidden states of `inputs` numbers. */
+/* Return the number of floats in the workspace of `draft_context`, for hidden states of `inputs` numbers. */
 i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);
     if (wrong) return wrong;

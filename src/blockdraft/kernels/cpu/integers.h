@@ -1,5 +1,5 @@
-/* Products of weights in few bits with inputs rounded to int8; nn/quantization.py has a slow twin. Sums within a group of
-   inputs are of integers, so their order does not matter, and groups are added up in order. */
+/* Products of quantized weights with inputs rounded to int8. nn/quantization.py has a slow twin. Sums within a group of
+   inputs are of integers, so their order does not matter. Groups are added up in order. */
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
@@ -18,7 +18,7 @@ typedef __m128i register_;
 
 #if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES < 16 && defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_epi32)((register_)(sum), (register_)(w), (register_)(x))
-#define SHIFTED 128 /* is added to codes of 8 bits, since the instruction takes unsigned ones */
+#define SHIFTED 128 /* added to codes of 8 bits, since the instruction takes unsigned ones */
 #elif LANES < 16 && defined(__AVXVNNI__)
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_avx_epi32)((register_)(sum), (register_)(w), (register_)(x))
 #define SHIFTED 128
@@ -41,19 +41,19 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #define DOT4(sum, w, x) dot4(sum, (signed_codes)(w), (signed_codes)(x))
 #endif
 
-/* Most rows that are multiplied at once: as many as fit into registers. */
+/* Maximum rows that are multiplied at once: as many as fit into registers. */
 #if LANES == 16 || defined(__ARM_NEON)
 #define TILE_ROWS 8
 #else
 #define TILE_ROWS 4
 #endif
 
-/* Rounded inputs. For weights of integers, rows are split into `TILES(rows)` tiles as even as can be. A tile of R rows has
-   codes [inputs / 4, R, 4], so that all that one step of it needs lies together, and [groups, R] of the others. For other
-   weights, with NARROW, `codes` leads to `input` [rows, ROW_SIZE(inputs)]. */
+/* Rounded inputs. For quantized weights, rows are split evenly into `TILES(rows)` tiles. A tile of R rows has codes
+   [inputs / 4, R, 4], so that one step reads adjacent memory, and [groups, R] of the others. For other weights, with
+   NARROW, `codes` points to `input` [rows, ROW_SIZE(inputs)]. */
 typedef struct {
     int8_t *codes;
-    float *factors, *products; /* of codes; of `factors` and the sums of codes */
+    float *factors, *products; /* of codes; factors times sums of codes */
     int32_t *sums; /* of codes */
 } Rounded;
 
@@ -64,14 +64,14 @@ typedef struct {
 
 #define ROUNDING 12582912.0f /* adding it rounds to the nearest integer, ties to even */
 
-/* Larger ones of two vectors of absolute values, given as bits, in whose order NaN comes last. */
+/* Return the larger absolute values of two vectors, as bits, in whose order NaN comes last. */
 INLINE ints larger_bits(ints most, vec x) {
     const ints here = (ints)x & 0x7fffffff, larger = here > most;
     return (here & larger) | (most & ~larger);
 }
 
-/* Number that integers of up to `limit` are multiplied with to stand for numbers whose largest absolute values are `most`: 0
-   if that is 0, NaN if a number is not finite. `inverse` is what numbers are multiplied with to get integers; then 0. */
+/* Return the scale of integers of up to `limit` for numbers whose largest absolute value is in `most`: 0 if that is 0, NaN if
+   a number is not finite. `inverse` is the factor from numbers to integers, or 0 in these two cases. */
 INLINE float scale_of(ints most, float limit, float *inverse) {
 #if LANES == 16
     const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
@@ -87,7 +87,7 @@ INLINE float scale_of(ints most, float limit, float *inverse) {
 }
 
 INLINE int32_t int_sum(ints x) {
-#if LANES == 16 /* instructions that gcc does not find */
+#if LANES == 16 /* gcc does not find these instructions */
     return _mm512_reduce_add_epi32((__m512i)x);
 #else
     int32_t sum = 0;
@@ -100,7 +100,8 @@ INLINE ints rounded_codes(vec x, float inverse) {
     return ((ints)(x * inverse + ROUNDING) - 0x4b400000) & (inverse ? -1 : 0);
 }
 
-/* Round one group of one row. Fours of codes are `apart` bytes apart. A number that is not finite makes the factor NaN. */
+/* Round one group of one row. Each 4 codes begin `apart` bytes after the last 4. A number that is not finite makes the factor
+   NaN. */
 static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *factor, int32_t *total) {
     const i64 whole = size / LANES * LANES;
     float inverse;
@@ -129,7 +130,7 @@ static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *
 #define IS_ROUNDED(l) (NARROW || IS_INTEGER(l)) /* whether `round_inputs` comes before a product */
 
 #if NARROW
-/* Round a row to bfloat16, to the nearest, ties to even. `to` has its numbers in order, or as `tile` reads them. */
+/* Round a row to bfloat16, to the nearest, ties to even. Its numbers are written in order, or as `tile` reads them. */
 static void narrow_row(const float *x, i64 size, int in_order, input *to) {
     (void)in_order;
     for (i64 i = 0; i < size; i++) {
@@ -216,7 +217,7 @@ INLINE vec load_halves(const uint16_t *half) {
 #endif
 }
 
-/* Scales or offsets of LANES outputs. */
+/* Load scales or offsets of LANES outputs. */
 INLINE vec load_factors(const void *factors, i64 at, i64 kind, vec unit) {
     if (kind == FLOAT32) return *(const vec *)((const float *)factors + at);
     if (kind == FLOAT16) return load_halves((const uint16_t *)factors + at);
@@ -229,7 +230,8 @@ static float one_factor(const void *factors, i64 at, i64 kind, const uint16_t *u
     return (float)((const int8_t *)factors)[at] * half_to_float(unit[unit_at]);
 }
 
-INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
+/* Repeat 4 bytes in each lane. */
+INLINE ints spread(const int8_t *four) {
     int32_t word;
     memcpy(&word, four, 4);
     return word - (ints){};
@@ -271,7 +273,7 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
 #endif
 
 #if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
-/* `group_sums` for two rows; one instruction multiplies 8 inputs of both with two outputs. */
+/* `group_sums` for two rows. One instruction multiplies 8 inputs of both with two outputs. */
 INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
     int32x4_t first = vdupq_n_s32(0), second = first; /* sums of the first two outputs and of the others, row by row */
     for (i64 i = 0; i < size; i += 8, w += 4 * BITS) {
@@ -287,7 +289,7 @@ INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, c
 }
 #endif
 
-/* sums[r] += codes of a group of weights . codes of R rows. Weights `ahead` bytes further are prefetched. */
+/* Add the products of a group's codes with the codes of R rows to `sums`. Weights `ahead` bytes further are prefetched. */
 INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
 #ifdef PAIRS
     i64 i = 0;
@@ -315,8 +317,8 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, i
 #endif
 }
 
-/* `tile` for one block of outputs, of rows that are a tile of `in`. Several blocks at once are slower, since one stream
-   of memory is prefetched best. */
+/* `tile` for one block of outputs and a tile of `in`. Several blocks at once are slower, since one stream of memory is
+   prefetched best. */
 INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 ys, int add, const int BITS,
                          const int R) {
     const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
@@ -359,7 +361,7 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 y
         for (; block < last; block++) integer_tile(l, in, block, y, ys, add, BITS, R);                    \
         break;
 
-/* A tile of R rows times the blocks from `block` to `last`. */
+/* Multiply a tile of R rows with the blocks from `block` to `last`. */
 static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, float *y, i64 ys, int add, int R) {
     switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
         INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
@@ -371,7 +373,7 @@ static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, floa
     }
 }
 
-/* `project` for a weight of integers, for the blocks of outputs from `first` to `last`. */
+/* `project` for quantized weights and the blocks of outputs from `first` to `last`. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
     const i64 tiles = TILES(rows), together = tiles > 1 ? TOGETHER : last - first, groups = l->inputs / l->group;
     for (i64 block = first; block < last; block += together) {
@@ -389,7 +391,7 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i6
 }
 #endif
 
-/* Weights of one output, times `factor`. */
+/* Write the weights of one output, times `factor`, to `to`. */
 static void integer_row(const Linear *l, i64 output, float factor, float *to) {
     const i64 lane = output % LANES, groups = l->inputs / l->group, block = output / LANES;
     const int is4 = l->kind == INT4, base = is4 && !l->offset ? 8 : 0;
