@@ -33,7 +33,6 @@ from blockdraft.formats import Trained, check_fits, read_config, read_drafter
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import drafter_modules
 from blockdraft.targets import Target, causal_lm, describe_target, other_target_warning, with_draft_vocab
@@ -165,8 +164,6 @@ def load_drafter(
             f"The tiny model's drafter, which {path or 'no drafter'} means here, does not fit this target: {error}"
             f'{_suggest_bundled(target)} Without one: "lookup", or "none".'
         ) from error
-    finally:
-        let_team_go()
     if kept is not None:
         for drafter, host in zip(drafters, hosts, strict=True):
             drafter.draft_vocab = len(kept) if drafter.has_target_head else None

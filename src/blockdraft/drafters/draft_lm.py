@@ -123,6 +123,10 @@ class DraftLMDrafter(Drafter):
         self.block_size = block_size
         self._vocab_size = target.vocab_size
 
+    @property
+    def compile_reason(self) -> str | None:
+        return None if getattr(self.model, "compiled", None) is not None else f"{self.model.path} is not compiled"
+
     def new_state(self, batch: int, capacity: int) -> DraftState:
         return DraftState(self.model.new_cache(batch, capacity), batch, capacity)
 

@@ -7,6 +7,7 @@ anchor alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.errors import RequestError, describe
+from blockdraft.kernels.cpu.library import one_torch_thread
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_CHOICE, DRAFTING, FORWARD, OBSERVE, VERIFICATION, StepTimer
@@ -79,6 +81,9 @@ class Runner:
         self.cache, self.state = target.new_cache(1, slots), drafter.new_state(1, slots)
         for store in (self.cache, self.state):
             store.close(0)
+        compiled = getattr(target, "compiled", None) is not None
+        compiled = compiled and all(part.compile_reason is None for part in drafter.parts)
+        self._torch_threads: AbstractContextManager[None] = one_torch_thread if compiled else nullcontext()
         self._pending: list[tuple[Tensor, Tensor | None]] = []  # tokens [B, 1] and hidden states [B, 1, m * H] of steps
         self._pending_of: list[RunningSequence] = []
 
@@ -203,7 +208,7 @@ class Runner:
             sequences: Running sequences whose prompts have been read.
             own_drafts: Whether the requests' own draft tokens come before the drafter's.
         """
-        with StepTimer() as timer:
+        with self._torch_threads, StepTimer() as timer:
             requests, starts = [sequence.request for sequence in sequences], [sequence.start for sequence in sequences]
             cache = self.cache.of(starts)
             anchor = self._tensor([request.token_ids[-1] for request in requests])

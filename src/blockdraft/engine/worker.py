@@ -11,13 +11,10 @@ from weakref import WeakKeyDictionary
 
 from blockdraft.engine.request import Request
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.targets import Target
 
 NAME = "blockdraft"
-# Idle seconds before the worker releases its OpenMP threads, which keep cores busy while they wait, and further seconds
-# before it exits. Both are above 0 because new threads begin with cold caches.
-TEAM_SECONDS, IDLE_SECONDS = 0.02, 1.0
+IDLE_SECONDS = 1.0  # without requests before the worker exits
 JOIN_SECONDS = 0.01  # between two checks whether the thread must still exit
 
 log = logging.getLogger(__name__)
@@ -25,9 +22,6 @@ log = logging.getLogger(__name__)
 
 class Worker:
     """Steps the schedulers of a target's engines interleaved, in a thread that exits after a while without requests.
-
-    All engines share one thread: every computing thread has OpenMP threads of its own, and two such teams slow each
-    other down.
 
     Args:
         target: Its lock is held during a step.
@@ -48,7 +42,6 @@ class Worker:
             if scheduler not in self._schedulers:
                 self._schedulers.append(scheduler)
             if self.thread is None or not self.thread.is_alive():
-                let_team_go()  # the caller's, who will wait
                 # A daemon, so that a process that exits does not wait for all answers.
                 self.thread = threading.Thread(target=self._work, name=NAME, daemon=True)
                 self.thread.start()
@@ -107,13 +100,9 @@ class Worker:
         if len(busy) == 1 and not busy[0].idle:  # the usual case needs no lock
             return busy
         with self._lock:
-            if not self._busy():
-                self._lock.wait_for(lambda: self._leaves or self._busy(), TEAM_SECONDS)
-            if not self._busy():
-                let_team_go()
-                self._lock.wait_for(lambda: self._leaves or self._busy(), IDLE_SECONDS)
-                if not self._busy():
-                    self.thread, self._leaves = None, False
+            self._lock.wait_for(lambda: self._busy() or self._leaves, IDLE_SECONDS)
+            if not self._schedulers:
+                self.thread, self._leaves = None, False
             return list(self._schedulers)
 
     def _work(self) -> None:

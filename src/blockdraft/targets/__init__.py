@@ -19,7 +19,6 @@ import torch
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.models import TINY, default_target, located
 from blockdraft.targets.base import (
@@ -177,7 +176,6 @@ def load_target(
             target.max_context = max_context
         if exact:
             check_exact(target)
-        let_team_go()
         return target
     raise UsageError(f"No backend runs {path}: {reason}.") from reason
 

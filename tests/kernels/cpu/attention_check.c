@@ -78,7 +78,8 @@ static double error_of(i64 D, i64 length, i64 group, i64 nodes, int mode) {
     double *weights = malloc(8 * slots), *query = malloc(8 * D), worst = 0;
     Call call = {.batch = 1, .nodes = nodes, .lengths = &length, .starts = &start, .parents = parents, .slots = slots};
     call.store = store, call.head_stride = slots * SLOT(D), call.reach = mode ? MOST : 50;
-    attention(&m, &layer, &call, 0, strange, depths, qkv, mixed, memory);
+    Thread alone = {.threads = 1};
+    attention(&alone, &m, &layer, &call, 0, strange, depths, qkv, mixed, memory, 0);
     for (i64 work = 0; work < nodes * heads; work++) {
         const i64 node = work / heads, head = work % heads;
         const char *keys = store + head / group * slots * row, *values = keys + kv * slots * row;

@@ -22,9 +22,9 @@ int main(int count, char **arguments) {
         l.offset_unit = head[5] == INT8 ? next(file, units) : 0;
         const float *x = next(file, 4 * head[6] * head[0]);
         float *y = malloc(4 * head[6] * head[1] + 4), *alone = malloc(4 * head[1] + 4);
-        if (!x || packed_linear(&l, x, l.inputs, head[6], y, 1)) return 1;
+        if (!x || packed_linear(&l, x, l.inputs, head[6], y, 0)) return 1;
         for (i64 row = 0; row < head[6]; row++) { /* the same bits for a row alone */
-            if (packed_linear(&l, x + row * l.inputs, l.inputs, 1, alone, 1)) return 2;
+            if (packed_linear(&l, x + row * l.inputs, l.inputs, 1, alone, 0)) return 2;
             if (memcmp(alone, y + row * head[1], 4 * head[1])) return 3;
         }
         fwrite(y, 4, head[6] * head[1], stdout);

@@ -109,7 +109,6 @@ BOTH = {
     **{f"{name} -1": (set_call(**{name: -1}), COUNTS) for name in ("batch", "nodes", "slots")},
     "rows without end": (set_call(batch=1 << 40), COUNTS),
     "nodes without end": (set_call(nodes=1 << 31), COUNTS),
-    **{f"threads {count}": (set_call(threads=count), THREADS) for count in (0, -1, 1 << 32)},
     "a negative length": (write("lengths", -3), LENGTHS),
     "one slot too few": (set_call(slots=15), LENGTHS),
     "a row before the store": (write("starts", -1), LENGTHS),
@@ -245,18 +244,17 @@ def test_a_product_is_checked_too() -> None:
     weight = torch.zeros(2, 5, made().lanes)
     fields, x, y = LinearFields(weight=weight.data_ptr(), inputs=5, outputs=9), torch.ones(3, 5), torch.zeros(3, 9)
 
-    def multiply(fields: LinearFields | None, x: torch.Tensor | None, stride: int, rows: int, threads: int) -> str:
+    def multiply(fields: LinearFields | None, x: torch.Tensor | None, stride: int, rows: int) -> str:
         at = None if x is None else x.data_ptr()
-        arguments = None if fields is None else ctypes.byref(fields), at, stride, rows, y.data_ptr(), threads
+        arguments = None if fields is None else ctypes.byref(fields), at, stride, rows, y.data_ptr(), None
         return outcome(lambda: made()._checked(made()._packed_linear(*arguments)))
 
-    assert multiply(fields, x, 5, 3, 1) == multiply(fields, x, 5, 0, 1) == multiply(fields, None, 5, 0, 1) == "nothing"
-    assert POINTER in multiply(None, x, 5, 3, 1)
-    assert POINTER in multiply(LinearFields(inputs=5, outputs=9), x, 5, 3, 1)
-    assert POINTER in multiply(fields, None, 5, 3, 1)
-    assert SIZES in multiply(LinearFields(weight=weight.data_ptr(), inputs=-5, outputs=9), x, 5, 3, 1)
-    assert COUNTS in multiply(fields, x, 5, -1, 1) and COUNTS in multiply(fields, x, -5, 3, 1)
-    assert THREADS in multiply(fields, x, 5, 3, 0)
+    assert multiply(fields, x, 5, 3) == multiply(fields, x, 5, 0) == multiply(fields, None, 5, 0) == "nothing"
+    assert POINTER in multiply(None, x, 5, 3)
+    assert POINTER in multiply(LinearFields(inputs=5, outputs=9), x, 5, 3)
+    assert POINTER in multiply(fields, None, 5, 3)
+    assert SIZES in multiply(LinearFields(weight=weight.data_ptr(), inputs=-5, outputs=9), x, 5, 3)
+    assert COUNTS in multiply(fields, x, 5, -1) and COUNTS in multiply(fields, x, -5, 3)
 
 
 def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
@@ -296,7 +294,7 @@ def test_weights_quantized_are_checked() -> None:
     ) -> str:
         sizes = {"inputs": 16, "outputs": 9, "kind": kind, "group": group}
         fields = LinearFields(weight=codes.data_ptr(), scale=scales, **sizes, **more)
-        at = x.data_ptr(), 16, 3, y.data_ptr(), 1
+        at = x.data_ptr(), 16, 3, y.data_ptr(), None
         return outcome(lambda: kernels._checked(kernels._packed_linear(ctypes.byref(fields), *at)))
 
     assert multiply(few, 2, 16) == multiply(few, 3, 8) == "nothing"

@@ -1,8 +1,6 @@
 """The number of threads is measured once, and whoever sets it has the last word."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,24 +77,3 @@ def test_targets_are_measured_unless_a_number_is_given(
     assert torch.get_num_threads() == 1
     with pytest.raises(ValueError, match="threads is 0"):
         load_target(tiny_target_dir, device="cpu", threads=0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
-def test_a_team_that_is_let_go_ends_and_comes_again() -> None:
-    code = """
-import os, torch
-from blockdraft.kernels.cpu.threads import _pause, let_team_go
-torch.set_num_threads(2)
-def threads():
-    return len(os.listdir("/proc/self/task"))
-before = threads()
-numbers = torch.ones(10**6)
-for _ in range(2):
-    assert float((numbers * 2).sum()) == 2e6
-    with_team = threads()
-    let_team_go()
-    assert _pause() is None or threads() < with_team, (before, with_team, threads())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr

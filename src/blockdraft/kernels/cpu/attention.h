@@ -1,14 +1,13 @@
 /* The two products of attention, of queries with keys and of weights with values, for all queries that share a head.
 
-   With keys and values in float32 sums run in order. In bfloat16 queries and weights are rounded to it, too; of each
-   CHAIN products those at even and those at odd places are summed apart, in order, and both sums are added to what was
-   before, as an instruction of AMX does. In 8 bits queries and weights are rounded to integers of up to MOST_CODE,
-   weights of each WEIGHED slots with a scale of their own, and sums are of integers. So results have the same bits,
-   whichever instructions compute them. */
+   With keys and values in float32, sums run in order. With bfloat16, queries and weights are rounded to it as well, and
+   sums run as in AMX: of each CHAIN products those at even and those at odd places are summed separately, and both sums
+   are added to the sum before. With 8 bits, queries and weights are rounded to integers of up to MOST_CODE, weights of
+   each WEIGHED slots with a scale of their own, and sums are of integers. So all instructions give the same bits. */
 #include "kernels.h"
 
 #define BLOCK (2 * LANES) /* slots that are scored at once */
-#define QUERIES 32 /* most queries that share what is read of keys and values */
+#define QUERIES 32 /* maximum queries that share a read of keys and values */
 #define AT_ONCE 6 /* queries whose sums fit into registers, beside two vectors of keys or MIXED of values */
 #if LANES == 16 || defined(__ARM_NEON)
 #define MIXED 4
@@ -20,13 +19,13 @@
 #define AHEAD 8192 /* bytes that keys and values are prefetched ahead */
 #define PARTS (STORE == BFLOAT16 ? 2 : 1) /* sums of a chain */
 #define MOST_CODE 16383 /* so that sums of MOST_HEAD products with 8 bits do not overflow */
-#define UNIT 67108864.0f /* weights are added up as integers, 1 as so many: in any order the sum is the same */
+#define UNIT 67108864.0f /* weights are added up as integers, 1 as this one, so that their order does not matter */
 
-/* Whether so many queries use AMX, which pays where another way would read keys and values more than once. */
+/* Whether so many queries use AMX, which is faster where keys and values would else be read more than once. */
 #define TILED(count, D) (AMX && STORE == BFLOAT16 && has_tiles && (count) > AT_ONCE && (D) % CHAIN == 0)
 #define TILE_QUERIES 16
 
-/* x rounded to bfloat16, to the nearest, ties to even. */
+/* Round x to bfloat16, to the nearest, ties to even. */
 INLINE vec narrowed(vec x) {
     const ints bits = (ints)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
     return choose(x == x, (vec)(rounded & -65536), splat(NAN));
@@ -56,7 +55,7 @@ INLINE vec exp_short(vec x) {
 #define IN_PAIRS(x) (x)
 #endif
 
-/* Write query j of a group, times `scale`, as the products read it, and its factor. */
+/* Write query j of a group, times `scale`, in the layout of the products, and its factor. */
 static void place_query(const float *x, float scale, i64 D, i64 j, const int tiled, float *queries, float *factor) {
     float *to = queries + j * D / PER, inverse = 0;
     char *tile = (char *)queries + j / TILE_QUERIES * TILE_QUERIES * 2 * D + j % TILE_QUERIES * 4;
@@ -79,7 +78,7 @@ static void place_query(const float *x, float scale, i64 D, i64 j, const int til
     }
 }
 
-/* 16 bytes of every fourth of LANES slots, which lie `row` bytes apart. */
+/* Load 16 bytes of every fourth of LANES slots, which lie `row` bytes apart. */
 INLINE ints every_fourth(const char *from, i64 row) {
 #if LANES == 16
 #define PIECE(k) _mm_loadu_si128((const __m128i *)(from + k * 4 * row))
@@ -95,7 +94,7 @@ INLINE ints every_fourth(const char *from, i64 row) {
 #endif
 }
 
-/* Of LANES slots, which lie `row` bytes apart, the first 4 bytes, the second, and so on. */
+/* Load the first 16 bytes of LANES slots, which lie `row` bytes apart, as 4 vectors of 4 bytes per slot. */
 INLINE void read_fours(const char *k, i64 row, ints words[4]) {
     const ints a = every_fourth(k, row), b = every_fourth(k + row, row);
     const ints c = every_fourth(k + 2 * row, row), e = every_fourth(k + 3 * row, row);
@@ -108,7 +107,7 @@ INLINE void read_fours(const char *k, i64 row, ints words[4]) {
     words[3] = PICK(more_ab, more_ce, IN_FOURS(2, 3, LANES + 2, LANES + 3));
 }
 
-/* The higher halves of x and of y, which takes the lower place. */
+/* Join the higher halves of x and y; that of y becomes the lower half. */
 INLINE ints higher_and(ints x, ints y) { return (x & -65536) | (y >> 16 & 0xffff); }
 
 /* Write the keys of LANES slots, number d of slot t to the 32 bits at to[d * BLOCK + t]. With PER 2 they hold two numbers, and
@@ -171,7 +170,7 @@ typedef vec sum_;
 #endif
 #endif
 
-/* Sum after a chain: `before`, with the sums of its parts. A single part includes what was before. */
+/* Return the sum after a chain: `before` plus the sums of its parts. A single part includes `before`. */
 INLINE sum_ added(sum_ before, sum_ first, sum_ second) {
     if (PARTS == 1) return first;
     return before + (first + second);
@@ -226,7 +225,7 @@ INLINE void dots(const float *q, const float *of_queries, i64 D, const float *ke
         }
 }
 
-/* Place of 4 numbers from d on in the order of `interleave`. */
+/* Return the place of 4 numbers from d on in the order of `interleave`. */
 INLINE i64 interleaved(i64 d) { return d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4; }
 
 #if AMX && STORE == BFLOAT16
@@ -292,12 +291,12 @@ static void mix_tiles(const char *codes, i64 count, const char *values, i64 T, i
 }
 #endif
 
-/* Factors of the numbers of `count` slots, with keys or values in 8 bits. */
+/* Read the factors of `count` slots with keys or values in 8 bits. */
 static void read_factors(const char *slots, i64 count, i64 D, float *factors) {
     for (i64 t = 0; t < count; t++) memcpy(factors + t, slots + t * SLOT(D) + D, 4);
 }
 
-/* Scores of `count` queries with the slots of a block, whose keys are read once, into `keys`. */
+/* Compute the scores of `count` queries with the slots of a block, whose keys are read once, into `keys`. */
 static void score(const float *q, const float *of_queries, i64 count, const char *k, i64 D, const int tiled,
                   float *keys, float *scores, i64 stride) {
     (void)tiled;
@@ -327,7 +326,7 @@ static void score(const float *q, const float *of_queries, i64 count, const char
     }
 }
 
-/* LANES values of two slots, in 16 bits each, as PER says. */
+/* Load LANES values of two slots, in 16 bits each. */
 INLINE ints paired_values(const char *first, const char *second) {
 #if STORE == BFLOAT16
     return higher_and((ints)load(first, 0, STORE), (ints)load(second, 0, STORE));
@@ -413,7 +412,7 @@ INLINE void mix_part(const float *w, i64 apart, const float *scales, const char 
     }
 }
 
-/* out[r] += sum of weights[r][t] v[t] over T slots, for `count` queries. Weights are in p, or `codes` with `scales`. */
+/* Add the sum of weights[r][t] v[t] over T slots to out[r], for `count` queries. Weights are in p, or `codes` with `scales`. */
 static void mix(const float *p, i64 stride, const float *codes, const float *scales, i64 count, const char *v,
                 const float *values, i64 T, i64 D, const int tiled, float *out) {
     (void)tiled;
@@ -447,7 +446,7 @@ static void mix(const float *p, i64 stride, const float *codes, const float *sca
     }
 }
 
-/* `mix` of one query, without slots of negative p. With 8 bits numbers that are not finite are in factors alone. */
+/* `mix` for one query, without the slots whose p is negative. With 8 bits only factors can be not finite. */
 static void mix_seen(const float *p, const char *v, i64 T, i64 D, float *out) {
     const i64 chain = STORE == BFLOAT16 ? CHAIN : T;
     for (i64 d = 0; d < D; d += LANES)
@@ -462,7 +461,7 @@ static void mix_seen(const float *p, const char *v, i64 T, i64 D, float *out) {
         }
 }
 
-/* Largest of scores, after capping them. `size` is a multiple of WEIGHED. */
+/* Cap scores, and return the largest. `size` is a multiple of WEIGHED. */
 static float largest_score(float *s, i64 size, float limit) {
     for (i64 t = 0; limit && t < size; t++)
         if (s[t] != -INFINITY) s[t] = limit * tanhf(s[t] / limit);

@@ -1,5 +1,4 @@
-/* Interface between Python (cpu/library.py) and C: structs with a description of their fields, and the problems that a
-   call may have. */
+/* Interface between Python (library.py) and C: structs with a description of their fields, and the problems of calls. */
 #include <stddef.h>
 
 #define MEMBER(S, type, name) type name;
@@ -18,13 +17,13 @@
     FIELD(S, const uint16_t *, scale_unit) FIELD(S, const uint16_t *, offset_unit) FIELD(S, i64, span)
 STRUCT(Linear)
 
-/* Convolutions of a layer's input and output along the nodes of a row. base: taps [2, taps, hidden], to which a
-   projection of the input adds corrections, [2, taps, groups] for each node. 0 taps: none. */
+/* Convolutions of a layer's input and output along the nodes of a row. base: taps [2, taps, hidden]. A projection of the
+   input adds corrections to them, [2, taps, groups] for each node. Without convolutions, taps is 0. */
 #define Convolution_FIELDS(FIELD, S)                                                                      \
     FIELD(S, Linear, projection) FIELD(S, const float *, base) FIELD(S, i64, taps) FIELD(S, i64, groups)
 STRUCT(Convolution)
 
-/* All norms but the first two may be null. whole_block: nodes see all nodes of their row, instead of their ancestors. */
+/* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -35,9 +34,9 @@ STRUCT(Convolution)
     FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)
 STRUCT(Layer)
 
-/* max_positions: size of the tables cos and sin. pairs: the input is a token's embedding and a feature, each normed, side
-   by side. `joined` projects them to the first layer's input. If it has no weight, the first layer's qkv reads the pairs,
-   and the layer's output is added to the feature, to the normed one with normed_stream. */
+/* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
+   normed, side by side. `joined` projects them to the input of the first layer. If it has no weight, qkv of the first
+   layer reads the pairs, and its output is added to the hidden state, or with normed_stream to the normed one. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -48,32 +47,33 @@ STRUCT(Layer)
     FIELD(S, i64, pairs) FIELD(S, i64, normed_stream)
 STRUCT(Model)
 
-/* embedded: embeddings in the place of tokens, or null. reach: number of committed tokens that are seen, the last ones.
-   best: index of the largest of the logits, see `best_of`, or null. slots: size of the store. room: numbers of `float` in
-   the workspace. store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot
-   of each row. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots: number of first committed tokens that no
-   node sees. done: nodes of each row that earlier calls have written behind the committed tokens, before these nodes;
-   `parents`, [batch, done + nodes], includes and counts them. */
+/* embedded: embeddings in the place of tokens, or null. reach: number of last committed tokens that nodes attend to. pool:
+   threads of the call, or null. slots: size of the store. room: size of the workspace, in floats. store: [layers, keys and
+   then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot of each row. best: index of the largest
+   of the logits as `best_of` returns it, or null. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots:
+   number of first committed tokens that no node attends to. done: nodes of each row that earlier calls have written behind
+   the committed tokens. `parents`, [batch, done + nodes], includes them. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
-    FIELD(S, const i64 *, target_layers) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded)        \
-    FIELD(S, i64, batch) FIELD(S, i64, nodes) FIELD(S, i64, num_target_layer_ids) FIELD(S, i64, num_logits)           \
-    FIELD(S, i64, reach) FIELD(S, i64, threads) FIELD(S, i64, slots) FIELD(S, i64, room)                  \
-    FIELD(S, void *, store)                                                                               \
-    FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                   \
-    FIELD(S, float *, hidden_states) FIELD(S, float *, logits) FIELD(S, float *, workspace) FIELD(S, i64 *, best) \
-    FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)
+    FIELD(S, const i64 *, target_layers) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded) \
+    FIELD(S, i64, batch) FIELD(S, i64, nodes) FIELD(S, i64, num_target_layer_ids)                         \
+    FIELD(S, i64, num_logits) FIELD(S, i64, reach) FIELD(S, Pool *, pool)                                 \
+    FIELD(S, i64, slots) FIELD(S, i64, room) FIELD(S, void *, store)                                      \
+    FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                  \
+    FIELD(S, float *, hidden_states) FIELD(S, float *, logits) FIELD(S, float *, workspace)               \
+    FIELD(S, i64 *, best) FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)
 STRUCT(Call)
 
-/* Chains of draft tokens. kept: tokens of the head's outputs. tokens: [batch, draft tokens + 1], of which the first are given. made:
-   draft tokens of each row that were made, set by `draft_chain`. current: [batch], and parents: [batch, draft tokens], to work in.
-   seconds: of a step with 0, 1, ... `draft tokens` draft tokens, or null to make all. calibration: as in Python's `Plan`. expected,
-   survival and following: [batch], set where there are seconds: expected number of right draft tokens, the chance that all
-   are, and that of one more that is as likely as the last one. */
+/* Chains of draft tokens. kept: tokens of the head's outputs. tokens: [batch, draft_tokens + 1], the first of which is given.
+   made: number of draft tokens per row, set by `draft_chain`. current: [batch], and parents: [batch, draft_tokens], to work
+   in. seconds: time of a step with 0, 1, ... draft_tokens draft tokens, or null to make all. calibration: as in Python's
+   `Plan`. expected, survival and following: [batch], set where there are seconds: the expected number of accepted draft
+   tokens, the probability that all are accepted, and that of one more that is as probable as the last. */
 #define Chain_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const i64 *, kept) FIELD(S, i64 *, tokens) FIELD(S, i64 *, current) FIELD(S, i64 *, parents) \
-    FIELD(S, i64, draft_tokens) FIELD(S, i64, made) FIELD(S, const double *, seconds) FIELD(S, double, calibration)  \
-    FIELD(S, float *, expected) FIELD(S, float *, survival) FIELD(S, float *, following)
+    FIELD(S, i64, draft_tokens) FIELD(S, i64, made) FIELD(S, const double *, seconds)                     \
+    FIELD(S, double, calibration) FIELD(S, float *, expected) FIELD(S, float *, survival)                 \
+    FIELD(S, float *, following)
 STRUCT(Chain)
 
 typedef struct {
@@ -81,14 +81,14 @@ typedef struct {
     i64 offset, size;
 } Field;
 
-/* Fields of all structs. Behind those of a struct comes its size, without a name; null ends the list. */
+/* Return the fields of all structs. The size of a struct, without a name, follows its fields; null ends the list. */
 const Field *fields(void) {
     static const Field all[] = {
         DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call) DESCRIBED(Chain){0}};
     return all;
 }
 
-/* Functions return 0, a size, or minus one of these problems; then they have done nothing. */
+/* Functions return 0, a size, or minus one of these problems, after which they have done nothing. */
 #define PROBLEMS(P)                                                                                       \
     P(POINTER, "a pointer is null that must not be")                                                      \
     P(SIZES, "a size of the model is below 1, or does not fit the others")                                \
@@ -96,7 +96,7 @@ const Field *fields(void) {
     P(THREADS, "there are fewer threads than 1 or too many")                                              \
     P(LENGTHS, "a row begins before the store, has fewer than 0 tokens, or its nodes end beyond the store") \
     P(PARENTS, "the parent of a node is neither -1 nor a node before it")                                 \
-    P(TARGET_LAYERS, "a target layer lies beyond the layers")                                                               \
+    P(TARGET_LAYERS, "a target layer lies beyond the layers")                                             \
     P(LOGITS, "logits are wanted of a node that is not there, or of more nodes than there are")           \
     P(TOKENS, "a token lies outside the embedding")                                                       \
     P(KIND, "a weight is of a kind that this library was not built for, or its scales or offsets are, or it has no scale") \
@@ -106,7 +106,7 @@ const Field *fields(void) {
 #define WORDS(name, words) words,
 enum { NOTHING, PROBLEMS(CODE) ALL_PROBLEMS };
 
-/* Message of a problem; null for unknown ones. */
+/* Return the message of a problem, or null for an unknown one. */
 const char *problem(i64 code) {
     static const char *const words[] = {"nothing", PROBLEMS(WORDS)};
     return code >= 0 && code < ALL_PROBLEMS ? words[code] : 0;
@@ -115,7 +115,6 @@ const char *problem(i64 code) {
 #define MOST ((i64)1 << 31) /* largest count, so that no product of counts overflows */
 #define MOST_GROUP 65536 /* inputs of the largest group, so that no sum of their products overflows */
 #define MOST_HEAD 1024 /* numbers of the largest head in 8 bits, so that no score overflows */
-#define MOST_THREADS 4096
 #define REFUSE(condition, code) if (condition) return -(code)
 
 static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
@@ -129,7 +128,7 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
     return 0;
 }
 
-/* Whether scales or offsets of this kind can be read. */
+/* Return whether scales or offsets of this kind can be read. */
 static int are_factors(const Linear *l, i64 kind, const void *unit) {
     if (kind != INT8) return kind == FLOAT32 || kind == FLOAT16;
     return unit && l->span > 0 && !(l->span & (l->span - 1)) && l->inputs / l->group % l->span == 0;
@@ -159,7 +158,7 @@ static i64 check_convolution(const Convolution *c, i64 size) {
     return check_linear(&c->projection, size, 2 * c->taps * c->groups);
 }
 
-/* Whether a layer reads pairs. */
+/* Return whether a layer reads pairs. */
 static int reads_pairs(const Model *m, i64 index) { return m->pairs && !m->joined.weight && !index; }
 
 static i64 check_layers(const Model *m) {
@@ -182,7 +181,7 @@ static i64 check_layers(const Model *m) {
     return 0;
 }
 
-/* Check what all calls share that write to the store. */
+/* Check the arguments that all calls which write to the store share. */
 static i64 check_rows(const Model *m, const Call *call) {
     REFUSE(call->nodes && m->max_positions < 1, SIZES);
     REFUSE(call->done < 0 || call->done > MOST / (call->batch ? call->batch : 1) || call->hidden_slots < 0, COUNTS);
@@ -210,7 +209,8 @@ static i64 check_nodes(const Model *m, const Call *call) {
     REFUSE(wrong, -wrong);
     for (i64 node = 0; rows && node < call->batch * all; node++)
         REFUSE(call->parents[node] < -1 || call->parents[node] >= node % all, PARENTS);
-    for (i64 k = 0; k < call->num_target_layer_ids; k++) REFUSE(call->target_layers[k] < 0 || call->target_layers[k] > m->num_layers, TARGET_LAYERS);
+    for (i64 k = 0; k < call->num_target_layer_ids; k++)
+        REFUSE(call->target_layers[k] < 0 || call->target_layers[k] > m->num_layers, TARGET_LAYERS);
     REFUSE(call->num_logits && call->num_logits != rows && !call->logits_at, LOGITS);
     for (i64 k = 0; k < call->num_logits && call->logits_at; k++)
         REFUSE(call->logits_at[k] < 0 || call->logits_at[k] >= rows, LOGITS);

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.cpu.library import KINDS, NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
+from blockdraft.kernels.cpu.library import (
+    KINDS,
+    NORMS,
+    PROJECTIONS,
+    CallFields,
+    LayerFields,
+    Library,
+    ModelFields,
+    num_threads,
+    return_pool,
+)
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
@@ -58,8 +68,7 @@ def chain_parents(batch: int, count: int) -> array[int]:
 class CompiledLayers(ABC):
     """Layers in the form of `decoder.c`, with their tables of angles and the workspace of calls.
 
-    Concurrent calls wait for each other. So one workspace suffices, whose size can be planned, and the OpenMP threads
-    of one call have the cores to themselves.
+    Concurrent calls wait for each other, so one workspace suffices, whose size can be planned.
 
     Args:
         library: Library built for the dtypes and head size of the layers.
@@ -99,17 +108,22 @@ class CompiledLayers(ABC):
             nodes: Nodes per sequence.
             slots: KV slots that a sequence reaches, those of its nodes included.
         """
-        return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, torch.get_num_threads())
+        return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, num_threads())
 
     def _in_workspace(self, function: Callable[[ModelFields, CallFields], int], call: CallFields, end: int) -> None:
         """Make a call of a library function whose sequences reach at most `end` KV slots."""
         with self._lock:
             self._reach(end)
             call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
-            while needed := function(self._model, call):  # a chain's later nodes may need more than its first
-                self._workspace = torch.empty(0)  # frees the previous one first
-                self._workspace = torch.empty(needed)
-                call.workspace, call.room = self._workspace.data_ptr(), needed
+            pool = self.library.borrow_pool(num_threads())
+            call.pool = pool.address
+            try:
+                while needed := function(self._model, call):  # a chain's later nodes may need more than its first
+                    self._workspace = torch.empty(0)  # frees the previous one first
+                    self._workspace = torch.empty(needed)
+                    call.workspace, call.room = self._workspace.data_ptr(), needed
+            finally:
+                return_pool(pool)
 
     def _run(self, call: CallFields, end: int, tokens: Tensor | None) -> None:
         """Run the layers on sequences that reach at most `end` KV slots."""
@@ -200,7 +214,7 @@ class CompiledDecoder(CompiledLayers):
             of the logits, int64, as in `TargetOutput`.
         """
         batch, count = tokens.shape
-        config, threads, lengths = self._decoder.config, torch.get_num_threads(), cache.lengths
+        config, lengths = self._decoder.config, cache.lengths
         end = cache.check_room(count)
         assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
         layers, heads, slots, size = memory.shape
@@ -226,7 +240,6 @@ class CompiledDecoder(CompiledLayers):
             num_target_layer_ids=len(target_layers),
             num_logits=batch * scored,
             reach=EVERYWHERE,
-            threads=threads,
             slots=slots,
             store=memory.data_ptr(),
             layer_stride=memory.stride(0),

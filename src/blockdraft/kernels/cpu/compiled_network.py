@@ -200,7 +200,6 @@ class CompiledNetwork(CompiledLayers):
             batch=batch,
             nodes=count,
             done=done,
-            threads=torch.get_num_threads(),
             slots=memory.size(2),
             store=memory.data_ptr(),
             layer_stride=memory.stride(0),

@@ -1,33 +1,37 @@
-/* Forward of a decoder, or of a draft network, for few nodes on a CPU, in one call: without time between operations, and
-   with weights read once.
+/* Forward pass of a decoder or draft network on a CPU, for few nodes, in one call.
 
-   The numbers of a node are computed by the same operations in the same order, however many nodes there are and wherever
-   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, what
-   they are multiplied with is float32 or rounded to bfloat16, and sums are float32; or weights are integers of 8 or 4
-   bits (integers.h). `rows` counts the nodes of all rows of the batch, which are rows of the matrices here.
-   cpu/compiled_decoder.py, cpu/compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of calls.h.
-   Exported functions check their arguments, and return the number of a problem. */
+   Each node's numbers come from the same operations in the same order, however many nodes there are and wherever its
+   ancestors lie. So a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, their
+   inputs are float32 or rounded to bfloat16, and sums are float32. Or weights are integers of 8 or 4 bits (integers.h).
+   `rows` counts the nodes of all sequences of the batch, which are the rows of the matrices here. Threads share the work
+   in stages (pool.h). compiled_decoder.py, compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of
+   calls.h. Exported functions check their arguments, and return minus the number of a problem. */
 #include "attention.h"
 
-static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 rows, float *y, int add) {
-    SHARE(rows, first, last);
+static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 first, i64 last, float *y, int add) {
     for (i64 row = first; row < last; row++) rms_norm(x + row * size, weight, eps, size, y + row * size, add);
 }
 
-/* Norm rows of x to h, and round them for a product. Threads that share groups compute the factors of all rows. */
-static void norm_and_round(const Linear *l, const float *x, const float *weight, float eps, i64 rows, float *h,
+/* Norm rows of x to h, and round them for a product. Where threads share groups, each computes the factors of all rows. */
+static void norm_and_round(Thread *t, const Linear *l, const float *x, const float *weight, float eps, i64 rows, float *h,
                            Rounded in) {
     const i64 H = l->inputs;
-    const int split = rows > 1 && by_groups(l, rows);
-    if (split) {
-        SHARE(H / l->group, first, last);
-        for (i64 row = 0; row < rows; row++) {
-            const float factor = norm_factor(x + row * H, eps, H);
-            for (i64 i = row * H + first * l->group; i < row * H + last * l->group; i++)
-                h[i] = x[i] * factor * weight[i - row * H];
+    if (rows > 1 && by_groups(t, l, rows)) {
+        const i64 groups = H / l->group;
+        PIECES(t, groups, groups, first, last) {
+            for (i64 row = 0; row < rows; row++) {
+                const float factor = norm_factor(x + row * H, eps, H);
+                for (i64 i = row * H + first * l->group; i < row * H + last * l->group; i++)
+                    h[i] = x[i] * factor * weight[i - row * H];
+            }
+            round_groups(l, h, H, rows, in, 0, rows, first, last);
         }
-    } else norm_rows(x, weight, eps, H, rows, h, 0);
-    round_inputs(l, h, H, rows, in, !split);
+        return;
+    }
+    PIECES(t, rows, TILE_ROWS, first, last) {
+        norm_rows(x, weight, eps, H, first, last, h, 0);
+        round_rows(l, h, H, rows, in, first, last);
+    }
 }
 
 /* Norm and rotate one head in place. */
@@ -42,10 +46,10 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
     }
 }
 
-/* Number of nodes of a row, those of earlier calls included. */
+/* Return the number of nodes of a row, including those of earlier calls. */
 static i64 all_nodes(const Call *call) { return call->done + call->nodes; }
 
-/* Write `mark` to the scores of slots that a node does not see. `node` counts the nodes of earlier calls, too. */
+/* Write `mark` to the scores of slots that a node does not attend to. `node` also counts the nodes of earlier calls. */
 static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 begin, i64 slots, const i64 *depths,
                  float *scores, float mark) {
     const i64 length = call->lengths[row], *parents = call->parents + row * all_nodes(call);
@@ -68,7 +72,7 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     }
 }
 
-/* Places in a thread's own memory for attention, in numbers of `float`; all are multiples of 64 bytes where LANES is 16. */
+/* Offsets in a thread's own memory for attention, in floats. With 16 LANES all are multiples of 64 bytes. */
 typedef struct {
     i64 queries, sums, keys, slots, weights, scores, path, end;
 } Own;
@@ -85,14 +89,14 @@ static Own own_places(i64 D, i64 slots) {
     return p;
 }
 
-/* Nodes that a node sees of a tree, by their depth, itself the last. Returns how many. */
+/* Write the ancestors of a node and itself to `path`, by depth. Return how many there are. */
 static i64 path_of(const i64 *parents, i64 node, i64 depth, int32_t *path) {
     for (i64 at = depth; at >= 0; at--, node = parents[node]) path[at] = (int32_t)node;
     return depth + 1;
 }
 
-/* Add to `sums` the values from slot `begin` on that `count` queries of a node see, in the order of a chain: its ancestors
-   lie elsewhere in a tree, and sums of numbers in 16 or 8 bits depend on the places that these have among the slots. */
+/* Add to `sums` the values that `count` queries of a node attend to, from slot `begin` on, in the order of a chain. Sums of
+   numbers in 16 or 8 bits depend on their order, and in a tree the ancestors lie elsewhere. */
 static void mix_path(const Call *call, i64 row, i64 node, i64 depth, i64 begin, i64 D, const char *values, float *scores,
                      i64 stride, i64 count, const float *largest, float *codes, float *scales, longs *totals, float *sums,
                      char *gathered, float *turned, int32_t *path) {
@@ -119,10 +123,10 @@ static void mix_path(const Call *call, i64 row, i64 node, i64 depth, i64 begin, 
     }
 }
 
-/* Attention of up to QUERIES queries of one key/value head: first all scores, then weights and sums, so that sums need no
-   correction when a larger score comes, which would depend on where blocks begin. Invisible slots get weight 0, which
-   changes no sum unless their values are not finite: `strange` marks nodes whose values may not be, and then the sums
-   leave invisible slots out. With 8 bits only factors are not finite, which weights leave out. */
+/* Compute attention of up to QUERIES queries of one key/value head. All scores come first, then weights and sums. A running
+   maximum would make sums depend on where blocks begin. Invisible slots get weight 0, which changes no sum if their
+   values are finite. `strange` marks nodes whose values may not be; then sums leave invisible slots out. With 8 bits only
+   factors can be not finite, and weights leave those out. */
 static void attend(const Model *m, const Layer *layer, const Call *call, i64 row, i64 head, i64 from,
                    i64 to, const uint8_t *strange, const i64 *depths, const char *keys, const char *values,
                    const float *qkv, float *mixed, float *memory) {
@@ -134,16 +138,16 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
     float *queries = memory + at.queries, *sums = memory + at.sums, *codes = memory + at.weights;
     float *scores = memory + at.scores;
-    char *last = (char *)(memory + at.slots); /* slots of the last block, behind which others may not be read */
+    char *last = (char *)(memory + at.slots); /* copy of the last block, since memory behind it may not be read */
     float largest[QUERIES], of_queries[QUERIES], scales[QUERIES], factors[WEIGHED] = {0};
     longs totals[QUERIES] = {0};
     const int skip = STORE != INT8 && memchr(strange, 1, slots - behind) != 0;
-    int branches = 0; /* whether a node has other nodes than its ancestors before it, and their places matter */
+    int branches = 0; /* whether other nodes than ancestors come before a node, and the order matters */
     for (i64 node = call->done + from / G; STORE != FLOAT32 && !layer->whole_block && node < slots - length; node++)
         branches |= depths[node] != node;
     const int tiled = TILED(count, D) && !branches;
     const i64 shared = branches && !skip ? length / WEIGHED * WEIGHED : slots; /* slots that are the same in a chain */
-    /* The first slot that a query sees, at the earliest: all queries are behind the committed tokens. */
+    /* First slot that any query may attend to. All queries are behind the committed tokens. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
     begin = begin > 0 ? begin / WEIGHED * WEIGHED : 0;
@@ -193,11 +197,10 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     }
 }
 
-/* Each thread takes some of the queries of all rows and heads. */
-static void attention(const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,
-                      const i64 *depths, const float *qkv, float *mixed, float *memory) {
+/* Compute attention of the queries from `first` to `last` of all rows and heads. `own` is the memory of the thread. */
+static void attend_all(const Model *m, const Layer *layer, const Call *call, i64 index, i64 first, i64 last,
+                       const uint8_t *strange, const i64 *depths, const float *qkv, float *mixed, float *own) {
     const i64 N = call->nodes, queries = N * m->heads / m->kv_heads, size = BYTES(STORE);
-    SHARE(call->batch * m->kv_heads * queries, first, last);
 #if AMX && STORE == BFLOAT16
     if (has_tiles) set_tiles(16);
 #endif
@@ -209,44 +212,56 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
             + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * SLOT(m->head_dim));
         const char *values = keys + size * m->kv_heads * call->head_stride;
         const uint8_t *of_head = strange + (row * m->kv_heads + head) * N;
-        const i64 *own = depths + row * all_nodes(call);
-        attend(m, layer, call, row, head, from, from + count, of_head, own, keys, values, qkv, mixed, memory);
+        const i64 *of_row = depths + row * all_nodes(call);
+        attend(m, layer, call, row, head, from, from + count, of_head, of_row, keys, values, qkv, mixed, own);
     }
 #if AMX && STORE == BFLOAT16
     if (has_tiles) _tile_release();
 #endif
 }
 
-/* Norm and rotate keys, and `heads` heads of queries; write keys and values to the store, behind each row's committed
-   tokens. Without depths the nodes are a chain. `strange`, unless null, gets a 1 for each head and node whose values are
-   not finite, or not in the dtype of the store. */
-static void place(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
-                  i64 heads, uint8_t *strange) {
+/* Compute attention of all queries. `memory` holds `own_size` floats for each thread. */
+static void attention(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,
+                      const i64 *depths, const float *qkv, float *mixed, float *memory, i64 own_size) {
+    PIECES(t, call->batch * m->heads * call->nodes, QUERIES, first, last)
+        attend_all(m, layer, call, index, first, last, strange, depths, qkv, mixed, memory + t->index * own_size);
+}
+
+/* `place` for one head of one node: number `work` of all. */
+static void place_head(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
+                       i64 heads, uint8_t *strange, i64 work) {
     const i64 all = heads + 2 * m->kv_heads, D = m->head_dim;
-    SHARE(call->batch * call->nodes * all, first, last);
-    for (i64 work = first; work < last; work++) {
-        i64 node = work / all, head = work % all, row = node / call->nodes, own = call->done + node % call->nodes;
-        i64 position = call->lengths[row] + (depths ? depths[row * all_nodes(call) + own] : own);
-        /* Nodes that are never committed may lie past the last position. */
-        if (position >= m->max_positions) position = m->max_positions - 1;
-        float *x = qkv + work * D;
-        if (head < heads + m->kv_heads)
-            rotate(m, layer, head < heads ? layer->query_norm : layer->key_norm, x, position);
-        if (head < heads) continue;
-        i64 at = index * call->layer_stride + (head - heads) * call->head_stride
-            + (call->starts[row] + call->lengths[row] + own) * SLOT(D);
-        if (STORE == INT8) {
-            int8_t *to = (int8_t *)call->store + at;
-            float factor;
-            int32_t sum;
-            round_group(x, D, to, 4, &factor, &sum);
-            memcpy(to + D, &factor, 4);
-        }
-        for (i64 i = 0; STORE != INT8 && i < D; i++) store_one(call->store, at + i, STORE, x[i]);
-        i64 value = head - heads - m->kv_heads;
-        if (strange && value >= 0)
-            strange[(row * m->kv_heads + value) * call->nodes + node % call->nodes] = any_strange(x, D);
+    const i64 node = work / all, head = work % all, row = node / call->nodes, own = call->done + node % call->nodes;
+    i64 position = call->lengths[row] + (depths ? depths[row * all_nodes(call) + own] : own);
+    /* Nodes that are never committed may lie past the last position. */
+    if (position >= m->max_positions) position = m->max_positions - 1;
+    float *x = qkv + work * D;
+    if (head < heads + m->kv_heads)
+        rotate(m, layer, head < heads ? layer->query_norm : layer->key_norm, x, position);
+    if (head < heads) return;
+    const i64 at = index * call->layer_stride + (head - heads) * call->head_stride
+        + (call->starts[row] + call->lengths[row] + own) * SLOT(D);
+    if (STORE == INT8) {
+        int8_t *to = (int8_t *)call->store + at;
+        float factor;
+        int32_t sum;
+        round_group(x, D, to, 4, &factor, &sum);
+        memcpy(to + D, &factor, 4);
     }
+    for (i64 i = 0; STORE != INT8 && i < D; i++) store_one(call->store, at + i, STORE, x[i]);
+    const i64 value = head - heads - m->kv_heads;
+    if (strange && value >= 0)
+        strange[(row * m->kv_heads + value) * call->nodes + node % call->nodes] = any_strange(x, D);
+}
+
+/* Norm and rotate keys, and `heads` heads of queries. Write keys and values to the store, behind the committed tokens of
+   each row. Without depths the nodes are a chain. `strange`, unless null, gets a 1 for each head and node whose values are
+   not finite, or not in the dtype of the store. */
+static void place(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
+                  i64 heads, uint8_t *strange) {
+    const i64 work = call->batch * call->nodes * (heads + 2 * m->kv_heads);
+    PIECES(t, work, 4, first, last)
+        for (i64 i = first; i < last; i++) place_head(m, layer, call, index, depths, qkv, heads, strange, i);
 }
 
 INLINE vec activated(vec x, i64 gelu) {
@@ -255,9 +270,8 @@ INLINE vec activated(vec x, i64 gelu) {
     return x * sigmoid(turn);
 }
 
-static void activate(const Model *m, float *gate_up, i64 rows) {
+static void activate(const Model *m, float *gate_up, i64 first, i64 last) {
     const i64 parts = (m->inner + LANES - 1) / LANES;
-    SHARE(rows * parts, first, last);
     for (i64 work = first; work < last; work++) {
         i64 at = work % parts * LANES, count = m->inner - at;
         float *gate = gate_up + work / parts * 2 * m->inner + at, *up = gate + m->inner;
@@ -273,12 +287,11 @@ static void activate(const Model *m, float *gate_up, i64 rows) {
 
 static i64 corrections_of(const Convolution *c) { return 2 * c->taps * c->groups; }
 
-/* Convolve nodes along their row to y, with one side of the taps and their corrections. Nodes before the row's first
-   count as zero. */
+/* Convolve the nodes from `first` to `last` along their row to `out`, with one side of the taps and their corrections.
+   Nodes before the row's first count as zero. */
 static void convolve(const Model *m, const Call *call, const Convolution *c, i64 side, const float *corrections,
-                     const float *y, float *out, int add) {
+                     const float *y, i64 first, i64 last, float *out, int add) {
     const i64 H = m->hidden, size = H / c->groups;
-    SHARE(call->batch * call->nodes, first, last);
     for (i64 row = first; row < last; row++) {
         const i64 node = row % call->nodes, taps = c->taps <= node ? c->taps : node + 1;
         const float *corrected = corrections + row * corrections_of(c) + side * c->taps * c->groups;
@@ -297,64 +310,69 @@ static void convolve(const Model *m, const Call *call, const Convolution *c, i64
     }
 }
 
-/* Norm x to h, and convolve it where the layer does. Returns this input of its projection `l`, rounded for it. */
-static const float *input_of(const Linear *l, const Model *m, const Call *call, const Convolution *c, const float *norm,
-                             const float *x, float *h, Rounded in, float *corrections, float *turned) {
+/* Norm x to h, and convolve it where the layer does. Return this input of its projection `l`, rounded for it. */
+static const float *input_of(Thread *t, const Linear *l, const Model *m, const Call *call, const Convolution *c,
+                             const float *norm, const float *x, float *h, Rounded in, float *corrections, float *turned) {
     const i64 H = m->hidden, rows = call->batch * call->nodes;
     if (!c->taps) {
-        norm_and_round(l, x, norm, m->eps, rows, h, in);
+        norm_and_round(t, l, x, norm, m->eps, rows, h, in);
         return h;
     }
-    norm_rows(x, norm, m->eps, H, rows, h, 0);
-    round_inputs(&c->projection, h, H, rows, in, 1);
-#pragma omp barrier
-    project(&c->projection, h, H, in, rows, corrections, corrections_of(c), 0);
-#pragma omp barrier
-    convolve(m, call, c, 0, corrections, h, turned, 0);
-    round_inputs(l, turned, H, rows, in, 1);
+    PIECES(t, rows, TILE_ROWS, first, last) {
+        norm_rows(x, norm, m->eps, H, first, last, h, 0);
+        round_rows(&c->projection, h, H, rows, in, first, last);
+    }
+    project(t, &c->projection, h, H, in, rows, corrections, corrections_of(c), 0);
+    PIECES(t, rows, TILE_ROWS, first, last) {
+        convolve(m, call, c, 0, corrections, h, first, last, turned, 0);
+        round_rows(l, turned, H, rows, in, first, last);
+    }
     return turned;
 }
 
-/* Add the output h of a layer's last projection to x, convolved or normed; without either it has been added already. */
-static void add_output(const Model *m, const Call *call, const Convolution *c, const float *norm,
+/* Add the output h of a layer's last projection to x, convolved or normed. Without either, the projection has added it. */
+static void add_output(Thread *t, const Model *m, const Call *call, const Convolution *c, const float *norm,
                        const float *corrections, const float *h, float *x) {
-    if (c->taps) {
-        convolve(m, call, c, 1, corrections, h, x, 1);
-#pragma omp barrier
-    } else if (norm) {
-        norm_rows(h, norm, m->eps, m->hidden, call->batch * call->nodes, x, 1);
-#pragma omp barrier
+    if (!c->taps && !norm) return;
+    PIECES(t, call->batch * call->nodes, 1, first, last) {
+        if (c->taps) convolve(m, call, c, 1, corrections, h, first, last, x, 1);
+        else norm_rows(h, norm, m->eps, m->hidden, first, last, x, 1);
     }
 }
 
-static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
-    const i64 H = m->hidden;
-    SHARE(call->batch * call->nodes, first, last);
-    for (i64 k = 0; k < call->num_target_layer_ids; k++)
-        if (call->target_layers[k] == layer)
+/* Copy the output x of a target layer to `hidden_states`. */
+static void tap(Thread *t, const Model *m, const Call *call, i64 layer, const float *x) {
+    const i64 H = m->hidden, count = call->num_target_layer_ids;
+    for (i64 k = 0; k < count; k++) {
+        if (call->target_layers[k] != layer) continue;
+        PIECES(t, call->batch * call->nodes, 1, first, last)
             for (i64 row = first; row < last; row++)
-                memcpy(call->hidden_states + (row * call->num_target_layer_ids + k) * H, x + row * H, 4 * H);
+                memcpy(call->hidden_states + (row * count + k) * H, x + row * H, 4 * H);
+    }
 }
 
-/* Places in the workspace, in numbers of `float`; `end` is the size that is needed. */
+/* Offsets in the workspace, in floats. `end` is the size that is needed. */
 typedef struct {
     i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, end;
 } Places;
 
+/* Return whether inputs of a layer or of the head are rounded. */
 static int rounds(const Model *m) {
-    int found = IS_ROUNDED(&m->head) || IS_INTEGER(&m->joined);
-    for (i64 index = 0; index < m->num_layers && !found; index++) {
+    int any = IS_ROUNDED(&m->head) || IS_INTEGER(&m->joined);
+    for (i64 index = 0; index < m->num_layers && !any; index++) {
         const Layer *layer = m->layers + index;
-        found = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
+        any = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
             || IS_INTEGER(&layer->down);
     }
-    return found;
+    return any;
 }
 
-/* Numbers of `float` that hold rounded rows. */
-static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * (3 + (NARROW ? 2 * (i64)sizeof(input) : 2))); }
+/* Return the number of floats that hold rounded rows. */
+static i64 rounded_size(i64 rows, i64 inputs) {
+    return rows * ((inputs + 7) / 8 * (3 + (NARROW ? 2 * (i64)sizeof(input) : 2)));
+}
 
-/* Rounded rows in that memory. */
+/* Return the rounded rows in that memory. */
 static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
     const i64 groups = rows * ((inputs + 7) / 8);
     return (Rounded){(int8_t *)(memory + 3 * groups), memory, memory + groups, (int32_t *)(memory + 2 * groups)};
@@ -366,7 +384,7 @@ static i64 widest_input(const Model *m) {
     return more > own ? more : own;
 }
 
-/* Places for `rows` nodes behind `done` earlier ones. */
+/* Return the offsets for `rows` nodes behind `done` earlier ones. */
 static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads) {
     const i64 mix_width = m->heads * m->head_dim, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     Places p = {0};
@@ -392,14 +410,14 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     return p;
 }
 
-/* Numbers of `float` in the workspace of `decoder_forward`, for rows of the batch that reach `slots` slots, those of
-   their nodes included. Nodes of earlier calls take less. */
+/* Return the number of floats in the workspace of `decoder_forward`, for sequences that reach `slots` slots, including
+   those of their nodes. Nodes of earlier calls take less. */
 i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
     i64 wrong = check_shape(m, batch, nodes, slots, threads);
     return wrong ? wrong : places(m, batch * nodes, 0, slots, threads).end;
 }
 
-/* `count` outputs of a weight from `first` on, which begins a block. */
+/* Return the `count` outputs of a weight from `first` on, which begins a block. */
 static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     Linear part = *l;
     const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
@@ -415,134 +433,130 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     return part;
 }
 
-/* Write normed embeddings and hidden states side by side, for the rows of x that this thread has embedded. Afterwards x is
-   the stream that layers add to. */
-static void side_by_side(const Model *m, const Call *call, float *x, float *pairs, Rounded in) {
-    const i64 H = m->hidden, rows = call->batch * call->nodes;
-    SHARE(rows, first, last);
-    for (i64 row = first; row < last; row++) {
-        const float *feature = call->beside + row * H;
-        float *token = pairs + 2 * row * H, *normed = token + H;
-        rms_norm(x + row * H, m->token_norm, m->eps, H, token, 0);
-        rms_norm(feature, m->hidden_state_norm, m->eps, H, normed, 0);
-        memcpy(x + row * H, m->normed_stream ? normed : feature, 4 * H);
+/* Write the embeddings of the rows from `first` to `last` to x. */
+static void embed(const Model *m, const Call *call, i64 first, i64 last, float *x) {
+    const i64 H = m->hidden;
+    for (i64 i = first * H; call->embedded && i < last * H; i++) x[i] = m->embedding_scale * call->embedded[i];
+    for (i64 row = first; !call->embedded && row < last; row++) {
+        const i64 token = call->tokens[row], begin = token / LANES * H * LANES + token % LANES;
+        if (IS_INTEGER(&m->embedding)) integer_row(&m->embedding, token, m->embedding_scale, x + row * H);
+        else
+            for (i64 i = 0; i < H; i++)
+                x[row * H + i] = m->embedding_scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
     }
-    if (!m->joined.weight) return;
-    round_inputs(&m->joined, pairs, 2 * H, rows, in, 1);
-#pragma omp barrier
-    project(&m->joined, pairs, 2 * H, in, rows, x, H, 0);
-#pragma omp barrier
 }
 
-/* Run the layers. Returns 0, or the size of workspace that is needed, if it is larger; then nothing has been done. */
+/* Write the normed embedding x and the normed hidden state of some rows side by side, and replace x by the stream that
+   layers add to. */
+static void side_by_side(const Model *m, const Call *call, i64 first, i64 last, float *x, float *pairs) {
+    const i64 H = m->hidden;
+    for (i64 row = first; row < last; row++) {
+        const float *beside = call->beside + row * H;
+        float *token = pairs + 2 * row * H, *normed = token + H;
+        rms_norm(x + row * H, m->token_norm, m->eps, H, token, 0);
+        rms_norm(beside, m->hidden_state_norm, m->eps, H, normed, 0);
+        memcpy(x + row * H, m->normed_stream ? normed : beside, 4 * H);
+    }
+}
+
+/* Arguments of `run_layers`. */
+typedef struct {
+    const Model *m;
+    const Call *call;
+    Places at;
+} Forward;
+
+static void run_layers(Thread *t, const void *argument) {
+    const Forward *f = argument;
+    const Model *m = f->m;
+    const Call *call = f->call;
+    const Places at = f->at;
+    const i64 rows = call->batch * call->nodes, H = m->hidden, mix_width = m->heads * m->head_dim;
+    const i64 width = (m->heads + 2 * m->kv_heads) * m->head_dim;
+    float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
+    float *turned = w + at.turned, *corrections = w + at.corrections, *pairs = w + at.pairs;
+    const i64 *depths = (i64 *)(w + at.depths);
+    uint8_t *strange = (uint8_t *)(w + at.strange);
+    const Rounded in = rounded_at(w + at.rounded, rows, widest_input(m));
+    PIECES(t, rows, TILE_ROWS, first, last) {
+        embed(m, call, first, last, x);
+        if (m->pairs) side_by_side(m, call, first, last, x, pairs);
+    }
+    if (m->pairs && m->joined.weight) {
+        round_inputs(t, &m->joined, pairs, 2 * H, rows, in);
+        project(t, &m->joined, pairs, 2 * H, in, rows, x, H, 0);
+    }
+    for (i64 index = 0; index < m->num_layers; index++) {
+        const Layer *layer = m->layers + index;
+        const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
+        const float *read = pairs;
+        if (reads_pairs(m, index)) round_inputs(t, &layer->qkv, pairs, layer->qkv.inputs, rows, in);
+        else
+            read = input_of(t, &layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
+        if (index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits) { /* only keys and values */
+            const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
+            project(t, &part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
+            place(t, m, layer, call, index, depths, qkv, 0, 0);
+            return;
+        }
+        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, qkv, width, 0);
+        place(t, m, layer, call, index, depths, qkv, m->heads, strange);
+        attention(t, m, layer, call, index, strange, depths, qkv, wide, w + at.own, at.own_size);
+        round_inputs(t, &layer->output, wide, mix_width, rows, in);
+        int added = !layer->after_attention && !of_attention->taps;
+        project(t, &layer->output, wide, mix_width, in, rows, added ? x : h, H, added);
+        add_output(t, m, call, of_attention, layer->after_attention, corrections, h, x);
+        read = input_of(t, &layer->gate_up, m, call, of_mlp, layer->before_mlp, x, h, in, corrections, turned);
+        project(t, &layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
+        PIECES(t, rows * ((m->inner + LANES - 1) / LANES), 32, first, last) activate(m, wide, first, last);
+        round_inputs(t, &layer->down, wide, 2 * m->inner, rows, in);
+        added = !layer->after_mlp && !of_mlp->taps;
+        project(t, &layer->down, wide, 2 * m->inner, in, rows, added ? x : h, H, added);
+        add_output(t, m, call, of_mlp, layer->after_mlp, corrections, h, x);
+        tap(t, m, call, index, x);
+    }
+    PIECES(t, rows, 1, first, last) norm_rows(x, m->norm, m->eps, H, first, last, h, 0);
+    tap(t, m, call, m->num_layers, h);
+    if (!call->num_logits) return;
+    const i64 scored = call->num_logits, outputs = m->head.outputs;
+    if (call->logits_at) /* move rows with logits together */
+        PIECES(t, scored, 1, first, last)
+            for (i64 k = first; k < last; k++) memcpy(x + k * H, h + call->logits_at[k] * H, 4 * H);
+    round_inputs(t, &m->head, call->logits_at ? x : h, H, scored, in);
+    project(t, &m->head, call->logits_at ? x : h, H, in, scored, call->logits, outputs, 0);
+    if (m->logit_cap)
+        PIECES(t, (scored * outputs + LANES - 1) / LANES, 64, first, last)
+            for (i64 i = first * LANES; i < last * LANES && i < scored * outputs; i++)
+                call->logits[i] = cap(call->logits[i], m->logit_cap);
+    if (call->best)
+        PIECES(t, scored, 1, first, last)
+            for (i64 row = first; row < last; row++) call->best[row] = best_of(call->logits + row * outputs, outputs);
+}
+
+/* Run the layers. Return 0, or the size of workspace that is needed if it is larger; then nothing has been done. */
 i64 decoder_forward(const Model *m, const Call *call) {
     REFUSE(!m || !call, POINTER);
-    i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
+    const i64 threads = pool_threads(call->pool);
+    i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, threads);
     if (!wrong) wrong = check_rows(m, call);
     if (!wrong) wrong = check_nodes(m, call);
     if (wrong) return wrong;
-    const i64 N = call->nodes, rows = call->batch * N, H = m->hidden, D = m->head_dim, mix_width = m->heads * D;
-    const i64 width = (m->heads + 2 * m->kv_heads) * D;
+    const i64 rows = call->batch * call->nodes, all = all_nodes(call);
     i64 longest = 0;
     for (i64 row = 0; row < call->batch; row++)
         if (call->lengths[row] > longest) longest = call->lengths[row];
-    const i64 all = all_nodes(call);
-    const Places at = places(m, rows, call->batch * call->done, longest + all, call->threads);
+    const Forward f = {m, call, places(m, rows, call->batch * call->done, longest + all, threads)};
     if (!rows) return 0;
-    if (call->room < at.end) return at.end;
+    if (call->room < f.at.end) return f.at.end;
     REFUSE(!call->workspace, POINTER);
-    float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
-    float *turned = w + at.turned, *corrections = w + at.corrections, *pairs = w + at.pairs;
-    i64 *depths = (i64 *)(w + at.depths);
-    uint8_t *strange = (uint8_t *)(w + at.strange);
-    const Rounded in = rounded_at(w + at.rounded, rows, widest_input(m));
+    i64 *depths = (i64 *)(call->workspace + f.at.depths);
     for (i64 node = 0; node < call->batch * all; node++)
         depths[node] = call->parents[node] < 0 ? 0 : depths[node - node % all + call->parents[node]] + 1;
-#pragma omp parallel num_threads(call->threads)
-    {
-        float *own = w + at.own + omp_get_thread_num() * at.own_size;
-        SHARE(rows, first, last);
-        for (i64 i = first * H; call->embedded && i < last * H; i++) x[i] = m->embedding_scale * call->embedded[i];
-        for (i64 row = first; !call->embedded && row < last; row++) {
-            i64 token = call->tokens[row], begin = token / LANES * H * LANES + token % LANES;
-            if (IS_INTEGER(&m->embedding)) integer_row(&m->embedding, token, m->embedding_scale, x + row * H);
-            else
-                for (i64 i = 0; i < H; i++)
-                    x[row * H + i] = m->embedding_scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
-        }
-        if (m->pairs) side_by_side(m, call, x, pairs, in);
-#pragma omp barrier
-        for (i64 index = 0; index < m->num_layers; index++) {
-            const Layer *layer = m->layers + index;
-            const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
-            const float *read = pairs;
-            if (reads_pairs(m, index)) round_inputs(&layer->qkv, pairs, layer->qkv.inputs, rows, in, 1);
-            else
-                read = input_of(&layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
-#pragma omp barrier
-            if (index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits) { /* only keys and values are wanted */
-                const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
-                project(&part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
-#pragma omp barrier
-                place(m, layer, call, index, depths, qkv, 0, 0);
-                break;
-            }
-            project(&layer->qkv, read, layer->qkv.inputs, in, rows, qkv, width, 0);
-#pragma omp barrier
-            place(m, layer, call, index, depths, qkv, m->heads, strange);
-#pragma omp barrier
-            attention(m, layer, call, index, strange, depths, qkv, wide, own);
-#pragma omp barrier
-            if (IS_ROUNDED(&layer->output)) {
-                round_inputs(&layer->output, wide, mix_width, rows, in, 0);
-#pragma omp barrier
-            }
-            int added = !layer->after_attention && !of_attention->taps;
-            project(&layer->output, wide, mix_width, in, rows, added ? x : h, H, added);
-#pragma omp barrier
-            add_output(m, call, of_attention, layer->after_attention, corrections, h, x);
-            read = input_of(&layer->gate_up, m, call, of_mlp, layer->before_mlp, x, h, in, corrections, turned);
-#pragma omp barrier
-            project(&layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
-#pragma omp barrier
-            activate(m, wide, rows);
-#pragma omp barrier
-            if (IS_ROUNDED(&layer->down)) {
-                round_inputs(&layer->down, wide, 2 * m->inner, rows, in, 0);
-#pragma omp barrier
-            }
-            added = !layer->after_mlp && !of_mlp->taps;
-            project(&layer->down, wide, 2 * m->inner, in, rows, added ? x : h, H, added);
-#pragma omp barrier
-            add_output(m, call, of_mlp, layer->after_mlp, corrections, h, x);
-            tap(m, call, index, x);
-        }
-        norm_rows(x, m->norm, m->eps, H, rows, h, 0);
-        tap(m, call, m->num_layers, h);
-#pragma omp barrier
-        for (i64 k = 0; call->logits_at && k < call->num_logits; k++) /* moves rows with logits together */
-            if (omp_get_thread_num() == 0) memcpy(x + k * H, h + call->logits_at[k] * H, 4 * H);
-#pragma omp barrier
-        if (call->num_logits && IS_ROUNDED(&m->head)) {
-            round_inputs(&m->head, call->logits_at ? x : h, H, call->num_logits, in, 0);
-#pragma omp barrier
-        }
-        if (call->num_logits)
-            project(&m->head, call->logits_at ? x : h, H, in, call->num_logits, call->logits, m->head.outputs, 0);
-#pragma omp barrier
-        if (m->logit_cap) {
-            SHARE(call->num_logits * m->head.outputs, from, to);
-            for (i64 i = from; i < to; i++) call->logits[i] = cap(call->logits[i], m->logit_cap);
-#pragma omp barrier
-        }
-        SHARE(call->best ? call->num_logits : 0, from, to);
-        for (i64 row = from; row < to; row++)
-            call->best[row] = best_of(call->logits + row * m->head.outputs, m->head.outputs);
-    }
+    pool_run(call->pool, run_layers, &f);
     return 0;
 }
 
-/* Whether one more draft token a row pays; `next_pays` of decode/tree.py. */
+/* Return whether one more draft token per row saves time, as `next_pays` of decode/tree.py. */
 static int pays(const Chain *c, i64 batch) {
     double now = batch, more = batch;
     for (i64 row = 0; row < batch; row++) {
@@ -552,15 +566,40 @@ static int pays(const Chain *c, i64 batch) {
     return more / c->seconds[c->made + 1] > now / c->seconds[c->made];
 }
 
-/* Draft chains with a network of pairs. Each draft token is the most probable token behind the one before it, whose feature it
-   reads. `call` is that of the first tokens. Returns as `decoder_forward` does, but what is done may be done again. */
+/* Arguments of `extend_chains`. */
+typedef struct {
+    const Call *call;
+    const Chain *chain;
+    i64 outputs;
+} Extension;
+
+/* Add the most probable token to the chain of each row. */
+static void extend_chains(Thread *t, const void *argument) {
+    const Extension *e = argument;
+    const Chain *c = e->chain;
+    PIECES(t, e->call->batch, 1, first, last)
+        for (i64 row = first; row < last; row++) {
+            const float *logits = e->call->logits + row * e->outputs;
+            const i64 best = e->call->best[row] < 0 ? 0 : e->call->best[row]; /* any token where no number is finite */
+            c->tokens[row * (c->draft_tokens + 1) + c->made + 1] = c->kept[best];
+            if (!c->seconds) continue;
+            const float probability = largest_probability(logits, e->outputs, logits[best]);
+            c->survival[row] *= probability;
+            c->following[row] = c->survival[row] * probability;
+            c->expected[row] += c->survival[row];
+        }
+}
+
+/* Draft chains with a network of pairs. Each draft token is the most probable one after the token before it, whose hidden
+   state it reads. `call` is that of the first tokens. Return as `decoder_forward` does; what is done may be done again. */
 i64 draft_chain(const Model *m, const Call *call, Chain *c) {
     REFUSE(!m || !call || !c || !c->kept || !c->tokens || !c->current || !c->parents, POINTER);
     REFUSE(!call->hidden_states || !call->logits || !call->best, POINTER);
     REFUSE(c->seconds && (!c->expected || !c->survival || !c->following), POINTER);
     REFUSE(call->nodes != 1 || call->done || call->num_target_layer_ids != 1 || call->num_logits != call->batch, COUNTS);
     REFUSE(call->batch < 1 || call->batch > MOST || c->draft_tokens < 0 || c->draft_tokens > MOST / call->batch, COUNTS);
-    const i64 batch = call->batch, outputs = m->head.outputs;
+    const i64 batch = call->batch;
+    const Extension extension = {call, c, m->head.outputs};
     Call node = *call;
     node.tokens = c->current, node.parents = c->parents;
     for (i64 row = 0; c->seconds && row < batch; row++) c->expected[row] = 0, c->survival[row] = c->following[row] = 1;
@@ -573,22 +612,12 @@ i64 draft_chain(const Model *m, const Call *call, Chain *c) {
         const i64 wrong = decoder_forward(m, &node);
         if (wrong) return wrong;
         node.beside = call->hidden_states;
-#pragma omp parallel for num_threads(call->threads) if (batch > 1)
-        for (i64 row = 0; row < batch; row++) {
-            const float *logits = call->logits + row * outputs;
-            const i64 best = call->best[row] < 0 ? 0 : call->best[row]; /* any draft token will do where no number is finite */
-            c->tokens[row * (c->draft_tokens + 1) + c->made + 1] = c->kept[best];
-            if (!c->seconds) continue;
-            const float chance = chance_of(logits, outputs, logits[best]);
-            c->survival[row] *= chance;
-            c->following[row] = c->survival[row] * chance;
-            c->expected[row] += c->survival[row];
-        }
+        pool_run(batch > 1 ? call->pool : 0, extend_chains, &extension);
     }
     return 0;
 }
 
-/* Numbers of `float` in the workspace of `draft_context`, for hidden states of `inputs` numbers. */
+/* Return the number of floats in the workspace of `draft_context`, for hidden states of `inputs` numbers. */
 i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);
     if (wrong) return wrong;
@@ -597,12 +626,42 @@ i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     return batch * nodes * numbers + rounded_size(batch * nodes, m->hidden > inputs ? m->hidden : inputs);
 }
 
+/* Arguments of `fill_context`. */
+typedef struct {
+    const Model *m;
+    const Call *call;
+    const Linear *hidden_states;
+    const float *norm;
+} Context;
+
+static void fill_context(Thread *t, const void *argument) {
+    const Context *c = argument;
+    const Model *m = c->m;
+    const Call *call = c->call;
+    const Linear *fuse = c->hidden_states;
+    const i64 rows = call->batch * call->nodes, H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
+    const i64 queries = m->heads * m->head_dim; /* these are whole blocks, since head_dim is a multiple of LANES */
+    float *h = call->workspace, *keys_values = h + rows * H;
+    const Rounded in = rounded_at(keys_values + m->num_layers * rows * width, rows, H > fuse->inputs ? H : fuse->inputs);
+    round_inputs(t, fuse, call->embedded, fuse->inputs, rows, in);
+    project(t, fuse, call->embedded, fuse->inputs, in, rows, h, H, 0);
+    PIECES(t, rows, 1, first, last) norm_rows(h, c->norm, m->eps, H, first, last, h, 0);
+    for (i64 index = 0; index < m->num_layers; index++) {
+        const Linear part = outputs_from(&m->layers[index].qkv, queries, width);
+        const Linear *before = index ? &m->layers[index - 1].qkv : 0;
+        if (!before || part.group != before->group || part.kind != before->kind) round_inputs(t, &part, h, H, rows, in);
+        project(t, &part, h, H, in, rows, keys_values + index * rows * width, width, 0);
+    }
+    for (i64 index = 0; index < m->num_layers; index++)
+        place(t, m, m->layers + index, call, index, 0, keys_values + index * rows * width, 0, 0);
+}
+
 /* Write keys and values of committed tokens for all layers of a draft network. They are computed from the target's
-   hidden states, given as `embedded`, by a projection, a norm, and the key and value part of each layer's qkv. Returns as
+   hidden states, given as `embedded`, by a projection, a norm, and the key and value part of each layer's qkv. Return as
    `decoder_forward` does. */
 i64 draft_context(const Model *m, const Call *call, const Linear *hidden_states, const float *norm) {
     REFUSE(!m || !call || !hidden_states || !norm || !hidden_states->weight, POINTER);
-    i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
+    i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, pool_threads(call->pool));
     if (!wrong) wrong = check_rows(m, call);
     REFUSE(hidden_states->inputs < 1 || hidden_states->outputs != m->hidden || m->pairs || call->done, SIZES);
     if (!wrong) wrong = check_kind(hidden_states);
@@ -611,31 +670,8 @@ i64 draft_context(const Model *m, const Call *call, const Linear *hidden_states,
     const i64 needed = draft_context_workspace(m, call->batch, call->nodes, hidden_states->inputs);
     if (call->room < needed) return needed;
     REFUSE(!call->embedded || !call->workspace, POINTER);
-    const i64 H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
-    const i64 queries = m->heads * m->head_dim; /* these are whole blocks, since head_dim is a multiple of LANES */
-    float *h = call->workspace, *keys_values = h + rows * H;
-    const i64 widest = H > hidden_states->inputs ? H : hidden_states->inputs;
-    const Rounded in = rounded_at(keys_values + m->num_layers * rows * width, rows, widest);
-#pragma omp parallel num_threads(call->threads)
-    {
-        round_inputs(hidden_states, call->embedded, hidden_states->inputs, rows, in, 0);
-#pragma omp barrier
-        project(hidden_states, call->embedded, hidden_states->inputs, in, rows, h, H, 0);
-#pragma omp barrier
-        norm_rows(h, norm, m->eps, H, rows, h, 0);
-        for (i64 index = 0; index < m->num_layers; index++) {
-            const Linear part = outputs_from(&m->layers[index].qkv, queries, width);
-            if (!index || part.group != m->layers[index - 1].qkv.group || part.kind != m->layers[index - 1].qkv.kind) {
-#pragma omp barrier
-                round_inputs(&part, h, H, rows, in, 0);
-#pragma omp barrier
-            }
-            project(&part, h, H, in, rows, keys_values + index * rows * width, width, 0);
-        }
-#pragma omp barrier
-        for (i64 index = 0; index < m->num_layers; index++)
-            place(m, m->layers + index, call, index, 0, keys_values + index * rows * width, 0, 0);
-    }
+    const Context context = {m, call, hidden_states, norm};
+    pool_run(call->pool, fill_context, &context);
     return 0;
 }
 
@@ -645,29 +681,38 @@ i64 store_kind(void) { return STORE; }
 i64 is_narrow(void) { return NARROW; }
 i64 has_integer_kernels(void) { return INTEGERS; }
 
-/* y = x W^T + bias, for rows of x that are `xs` numbers apart. */
-i64 packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 threads) {
+/* Arguments of `multiply`. */
+typedef struct {
+    const Linear *l;
+    const float *x;
+    i64 xs, rows;
+    Rounded in;
+    float *y;
+} Product;
+
+static void multiply(Thread *t, const void *argument) {
+    const Product *p = argument;
+    round_inputs(t, p->l, p->x, p->xs, p->rows, p->in);
+    project(t, p->l, p->x, p->xs, p->in, p->rows, p->y, p->l->outputs, 0);
+}
+
+/* Compute y = x W^T + bias, for rows of x that are `xs` numbers apart. */
+i64 packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, Pool *pool) {
     REFUSE(!l || !l->weight, POINTER);
     REFUSE(l->inputs < 0 || l->outputs < 0, SIZES);
     REFUSE(rows < 0 || rows > MOST || xs < 0, COUNTS);
-    REFUSE(threads < 1 || threads > MOST_THREADS, THREADS);
     if (!rows) return 0;
     REFUSE(!x || !y, POINTER);
     const i64 wrong = check_kind(l);
     REFUSE(wrong, -wrong);
-    Rounded in = {0};
+    Product product = {l, x, xs, rows, {0}, y};
     float *memory = 0;
     if (IS_ROUNDED(l)) {
         memory = malloc(4 * rounded_size(rows, l->inputs));
         REFUSE(!memory, MEMORY);
-        in = rounded_at(memory, rows, l->inputs);
+        product.in = rounded_at(memory, rows, l->inputs);
     }
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        round_inputs(l, x, xs, rows, in, 0);
-#pragma omp barrier
-        project(l, x, xs, in, rows, y, l->outputs, 0);
-    }
+    pool_run(pool, multiply, &product);
     free(memory);
     return 0;
 }

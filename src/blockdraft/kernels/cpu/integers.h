@@ -1,5 +1,5 @@
-/* Products of weights in few bits with inputs rounded to int8; nn/quantization.py has a slow twin. Sums within a group of
-   inputs are of integers, so their order does not matter, and groups are added up in order. */
+/* Products of quantized weights with inputs rounded to int8. nn/quantization.py has a slow twin. Sums within a group of
+   inputs are of integers, so their order does not matter. Groups are added up in order. */
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
@@ -18,7 +18,7 @@ typedef __m128i register_;
 
 #if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES < 16 && defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_epi32)((register_)(sum), (register_)(w), (register_)(x))
-#define SHIFTED 128 /* is added to codes of 8 bits, since the instruction takes unsigned ones */
+#define SHIFTED 128 /* added to codes of 8 bits, since the instruction takes unsigned ones */
 #elif LANES < 16 && defined(__AVXVNNI__)
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_avx_epi32)((register_)(sum), (register_)(w), (register_)(x))
 #define SHIFTED 128
@@ -41,35 +41,37 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #define DOT4(sum, w, x) dot4(sum, (signed_codes)(w), (signed_codes)(x))
 #endif
 
-/* Most rows that are multiplied at once: as many as fit into registers. */
+/* Maximum rows that are multiplied at once: as many as fit into registers. */
 #if LANES == 16 || defined(__ARM_NEON)
 #define TILE_ROWS 8
 #else
 #define TILE_ROWS 4
 #endif
 
-/* Rounded inputs. For weights of integers, rows are split into `TILES(rows)` tiles as even as can be. A tile of R rows has
-   codes [inputs / 4, R, 4], so that all that one step of it needs lies together, and [groups, R] of the others. For other
-   weights, with NARROW, `codes` leads to `input` [rows, ROW_SIZE(inputs)]. */
+/* Rounded inputs. For quantized weights, rows are split evenly into `TILES(rows)` tiles. A tile of R rows has codes
+   [inputs / 4, R, 4], so that one step reads adjacent memory, and [groups, R] of the others. For other weights, with
+   NARROW, `codes` points to `input` [rows, ROW_SIZE(inputs)]. */
 typedef struct {
     int8_t *codes;
-    float *factors, *products; /* of codes; of `factors` and the sums of codes */
+    float *factors, *products; /* of codes; factors times sums of codes */
     int32_t *sums; /* of codes */
 } Rounded;
 
 #define TILES(rows) (((rows) + TILE_ROWS - 1) / TILE_ROWS)
 #define TILE_BEGIN(rows, tile) ((rows) * (tile) / TILES(rows))
 
+#define TOGETHER (64 / LANES) /* blocks whose weights fit into the cache while all rows are multiplied with them */
+
 #define ROUNDING 12582912.0f /* adding it rounds to the nearest integer, ties to even */
 
-/* Larger ones of two vectors of absolute values, given as bits, in whose order NaN comes last. */
+/* Return the larger absolute values of two vectors, as bits, in whose order NaN comes last. */
 INLINE ints larger_bits(ints most, vec x) {
     const ints here = (ints)x & 0x7fffffff, larger = here > most;
     return (here & larger) | (most & ~larger);
 }
 
-/* Number that integers of up to `limit` are multiplied with to stand for numbers whose largest absolute values are `most`: 0
-   if that is 0, NaN if a number is not finite. `inverse` is what numbers are multiplied with to get integers; then 0. */
+/* Return the scale of integers of up to `limit` for numbers whose largest absolute value is in `most`: 0 if that is 0, NaN if
+   a number is not finite. `inverse` is the factor from numbers to integers, or 0 in these two cases. */
 INLINE float scale_of(ints most, float limit, float *inverse) {
 #if LANES == 16
     const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
@@ -85,7 +87,7 @@ INLINE float scale_of(ints most, float limit, float *inverse) {
 }
 
 INLINE int32_t int_sum(ints x) {
-#if LANES == 16 /* instructions that gcc does not find */
+#if LANES == 16 /* gcc does not find these instructions */
     return _mm512_reduce_add_epi32((__m512i)x);
 #else
     int32_t sum = 0;
@@ -98,7 +100,8 @@ INLINE ints rounded_codes(vec x, float inverse) {
     return ((ints)(x * inverse + ROUNDING) - 0x4b400000) & (inverse ? -1 : 0);
 }
 
-/* Round one group of one row. Fours of codes are `apart` bytes apart. A number that is not finite makes the factor NaN. */
+/* Round one group of one row. Each 4 codes begin `apart` bytes after the last 4. A number that is not finite makes the factor
+   NaN. */
 static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *factor, int32_t *total) {
     const i64 whole = size / LANES * LANES;
     float inverse;
@@ -127,7 +130,7 @@ static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *
 #define IS_ROUNDED(l) (NARROW || IS_INTEGER(l)) /* whether `round_inputs` comes before a product */
 
 #if NARROW
-/* Round a row to bfloat16, to the nearest, ties to even. `to` has its numbers in order, or as `tile` reads them. */
+/* Round a row to bfloat16, to the nearest, ties to even. Its numbers are written in order, or as `tile` reads them. */
 static void narrow_row(const float *x, i64 size, int in_order, input *to) {
     (void)in_order;
     for (i64 i = 0; i < size; i++) {
@@ -153,39 +156,45 @@ static void narrow_row(const float *x, i64 size, int in_order, input *to) {
 }
 #endif
 
-/* Whether each thread rounds some groups of all rows. Codes of rows lie side by side, so threads with rows of the same tile
-   would write to the same cache lines, which is slow. */
-static int by_groups(const Linear *l, i64 rows) {
-    return IS_INTEGER(l) && rows < TILE_ROWS * omp_get_num_threads() && rows <= l->inputs / l->group;
+/* Return whether threads share the groups of all rows. Codes of rows lie side by side, so threads that share the rows of a
+   tile would write to the same cache lines, which is slow. */
+static int by_groups(const Thread *t, const Linear *l, i64 rows) {
+    return IS_INTEGER(l) && rows < TILE_ROWS * t->threads && rows <= l->inputs / l->group;
 }
 
-/* Round rows for a product where IS_ROUNDED. Each thread takes some groups where they are so shared, and the rows of
-   `SHARE(rows)` elsewhere, or with `whole_rows`. */
-static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, int whole_rows) {
-#if NARROW
-    if (!IS_INTEGER(l)) {
-        SHARE(rows, from, to);
-        for (i64 row = from; row < to; row++)
-            narrow_row(x + row * xs, l->inputs, TILED_PRODUCT(l), (input *)in.codes + row * ROW_SIZE(l->inputs));
-        return;
-    }
-#endif
-    if (!IS_INTEGER(l)) return;
+/* Round the groups from `first` to `last` of the rows from `begin` to `end`. */
+static void round_groups(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, i64 begin, i64 end, i64 first,
+                         i64 last) {
     const i64 group = l->group, groups = l->inputs / group;
-    const int split = !whole_rows && by_groups(l, rows);
-    SHARE(split ? groups : rows, first, last);
-    const i64 first_row = split ? 0 : first, last_row = split ? rows : last;
     for (i64 tile = 0; tile < TILES(rows); tile++) {
-        const i64 begin = TILE_BEGIN(rows, tile), end = TILE_BEGIN(rows, tile + 1), R = end - begin;
-        const i64 from = first_row > begin ? first_row : begin, to = last_row < end ? last_row : end;
-        for (i64 g = split ? first : 0; g < (split ? last : groups); g++)
+        const i64 of_tile = TILE_BEGIN(rows, tile), R = TILE_BEGIN(rows, tile + 1) - of_tile;
+        const i64 from = begin > of_tile ? begin : of_tile, to = end < of_tile + R ? end : of_tile + R;
+        for (i64 g = first; g < last; g++)
             for (i64 row = from; row < to; row++) {
-                const i64 at = begin * groups + g * R + row - begin;
-                int8_t *own = in.codes + begin * l->inputs + g * group * R + (row - begin) * 4;
+                const i64 at = of_tile * groups + g * R + row - of_tile;
+                int8_t *own = in.codes + of_tile * l->inputs + g * group * R + (row - of_tile) * 4;
                 round_group(x + row * xs + g * group, group, own, 4 * R, in.factors + at, in.sums + at);
                 in.products[at] = in.factors[at] * (float)in.sums[at];
             }
     }
+}
+
+/* Round the rows from `first` to `last` for a product, where IS_ROUNDED. */
+static void round_rows(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, i64 first, i64 last) {
+    if (IS_INTEGER(l)) round_groups(l, x, xs, rows, in, first, last, 0, l->inputs / l->group);
+#if NARROW
+    else
+        for (i64 row = first; row < last; row++)
+            narrow_row(x + row * xs, l->inputs, TILED_PRODUCT(l), (input *)in.codes + row * ROW_SIZE(l->inputs));
+#endif
+}
+
+/* Round all rows for a product, where IS_ROUNDED. */
+static void round_inputs(Thread *t, const Linear *l, const float *x, i64 xs, i64 rows, Rounded in) {
+    if (!IS_ROUNDED(l)) return;
+    if (by_groups(t, l, rows))
+        PIECES(t, l->inputs / l->group, 8, first, last) round_groups(l, x, xs, rows, in, 0, rows, first, last);
+    else PIECES(t, rows, TILE_ROWS, first, last) round_rows(l, x, xs, rows, in, first, last);
 }
 
 #define FACTOR_BYTES(kind) ((kind) == FLOAT16 ? 2 : (kind) == INT8 ? 1 : 4)
@@ -208,7 +217,7 @@ INLINE vec load_halves(const uint16_t *half) {
 #endif
 }
 
-/* Scales or offsets of LANES outputs. */
+/* Load scales or offsets of LANES outputs. */
 INLINE vec load_factors(const void *factors, i64 at, i64 kind, vec unit) {
     if (kind == FLOAT32) return *(const vec *)((const float *)factors + at);
     if (kind == FLOAT16) return load_halves((const uint16_t *)factors + at);
@@ -221,7 +230,8 @@ static float one_factor(const void *factors, i64 at, i64 kind, const uint16_t *u
     return (float)((const int8_t *)factors)[at] * half_to_float(unit[unit_at]);
 }
 
-INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
+/* Repeat 4 bytes in each lane. */
+INLINE ints spread(const int8_t *four) {
     int32_t word;
     memcpy(&word, four, 4);
     return word - (ints){};
@@ -263,7 +273,7 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
 #endif
 
 #if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
-/* `group_sums` for two rows; one instruction multiplies 8 inputs of both with two outputs. */
+/* `group_sums` for two rows. One instruction multiplies 8 inputs of both with two outputs. */
 INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
     int32x4_t first = vdupq_n_s32(0), second = first; /* sums of the first two outputs and of the others, row by row */
     for (i64 i = 0; i < size; i += 8, w += 4 * BITS) {
@@ -279,7 +289,7 @@ INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, c
 }
 #endif
 
-/* sums[r] += codes of a group of weights . codes of R rows. Weights `ahead` bytes further are prefetched. */
+/* Add the products of a group's codes with the codes of R rows to `sums`. Weights `ahead` bytes further are prefetched. */
 INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
 #ifdef PAIRS
     i64 i = 0;
@@ -307,8 +317,8 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, i
 #endif
 }
 
-/* `tile` for one block of outputs, of rows that are a tile of `in`. Several blocks at once are slower, since one stream
-   of memory is prefetched best. */
+/* `tile` for one block of outputs and a tile of `in`. Several blocks at once are slower, since one stream of memory is
+   prefetched best. */
 INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 ys, int add, const int BITS,
                          const int R) {
     const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
@@ -351,7 +361,7 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 y
         for (; block < last; block++) integer_tile(l, in, block, y, ys, add, BITS, R);                    \
         break;
 
-/* A tile of R rows times the blocks from `block` to `last`. */
+/* Multiply a tile of R rows with the blocks from `block` to `last`. */
 static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, float *y, i64 ys, int add, int R) {
     switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
         INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
@@ -363,11 +373,8 @@ static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, floa
     }
 }
 
-#define TOGETHER (64 / LANES) /* blocks whose weights fit into the cache while all rows are multiplied with them */
-
-/* `project` for a weight of integers. */
-static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
-    SHARE((l->outputs + LANES - 1) / LANES, first, last);
+/* `project` for quantized weights and the blocks of outputs from `first` to `last`. */
+static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
     const i64 tiles = TILES(rows), together = tiles > 1 ? TOGETHER : last - first, groups = l->inputs / l->group;
     for (i64 block = first; block < last; block += together) {
         const i64 end = block + together < last ? block + together : last;
@@ -379,12 +386,12 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64
     }
 }
 #else
-static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
-    (void)l, (void)in, (void)rows, (void)y, (void)ys, (void)add;
+static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
+    (void)l, (void)in, (void)rows, (void)first, (void)last, (void)y, (void)ys, (void)add;
 }
 #endif
 
-/* Weights of one output, times `factor`. */
+/* Write the weights of one output, times `factor`, to `to`. */
 static void integer_row(const Linear *l, i64 output, float factor, float *to) {
     const i64 lane = output % LANES, groups = l->inputs / l->group, block = output / LANES;
     const int is4 = l->kind == INT4, base = is4 && !l->offset ? 8 : 0;

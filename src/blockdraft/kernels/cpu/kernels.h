@@ -8,12 +8,11 @@
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#define omp_get_num_threads() 1
-#endif
+
+typedef int64_t i64;
+
+#define MOST_THREADS 4096
+#include "pool.h"
 
 #if defined(__AVX512F__) && MOST_LANES >= 16
 #define LANES 16
@@ -22,9 +21,9 @@
 #else
 #define LANES 4
 #endif
-/* Macros of the command line. WEIGHT: type of the floating-point weights. NARROW: 1 to round their inputs to bfloat16,
-   which the weights must then have. STORE: type of keys and values. MOST_LANES: maximum vector width. INTEGERS: 1 to
-   accept quantized weights as well, which takes longer to compile. */
+/* Macros of the command line. WEIGHT: type of the floating-point weights. NARROW: 1 to round their inputs to bfloat16; the
+   weights must then be bfloat16. STORE: type of keys and values. MOST_LANES: maximum vector width. INTEGERS: 1 to accept
+   quantized weights as well, which takes longer to compile. PARALLEL: defined where threads can be started. */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -32,12 +31,11 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint32_t uints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef int64_t i64;
 typedef i64 longs __attribute__((vector_size(8 * LANES)));
 typedef long long pair __attribute__((vector_size(16)));
 typedef short eight __attribute__((vector_size(16)));
 
-/* x * y + z, rounded once. Compilers are told not to fuse by themselves, since each would do so in other places. */
+/* x * y + z, rounded once. Compilers may not fuse by themselves, since each would do so in other places. */
 #ifdef __has_builtin
 #if __has_builtin(__builtin_elementwise_fma)
 #define FMA(x, y, z) __builtin_elementwise_fma(x, y, z)
@@ -57,28 +55,23 @@ typedef short eight __attribute__((vector_size(16)));
 #endif
 #endif
 
-#define FLOAT32 0 /* kinds; `#if` does not know those of an enum */
+#define FLOAT32 0 /* kinds; `#if` cannot read an enum */
 #define BFLOAT16 1
 #define INT8 2
 #define INT4 3
 #define FLOAT16 4
 #define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
-#define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a key or value in the store; with 8 bits a factor follows */
+#define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* size of a key or value in the store; with 8 bits a factor follows */
 
 #include "calls.h"
 
-/* Range of 0 .. count that this thread takes. */
-#define SHARE(count, from, to)                                                                            \
-    i64 from = (count) * omp_get_thread_num() / omp_get_num_threads(),                                    \
-        to = (count) * (omp_get_thread_num() + 1) / omp_get_num_threads()
-
-INLINE vec splat(float x) { return x - (vec){}; } /* + would turn -0 into 0, and cost an addition */
+INLINE vec splat(float x) { return x - (vec){}; } /* + would turn -0 into 0 */
 INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
 INLINE vec least(vec x, vec y) { return choose(x < y, x, y); }
 INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE ints load_codes(const int8_t *from) {
-#if LANES == 16 /* instructions that gcc does not find */
+#if LANES == 16 /* gcc does not find these instructions */
     return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif LANES == 8 && defined(__AVX2__)
     return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
@@ -90,7 +83,7 @@ INLINE ints load_codes(const int8_t *from) {
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
     if (kind == INT8) return __builtin_convertvector(load_codes((const int8_t *)w + at), vec);
-#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find */
+#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* gcc does not find this instruction */
     pair narrow;
     memcpy(&narrow, (const uint16_t *)w + at, 16);
     return (vec)((ints)__builtin_ia32_pmovzxwd256((eight)narrow) << 16);
@@ -126,18 +119,18 @@ static void store_one(void *to, i64 at, int kind, float x) {
     ((uint16_t *)to)[at] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* rounds to the nearest, ties to even */
 }
 
-/* Whether a number is NaN or infinite, or becomes infinite when it is rounded to bfloat16. */
+/* Return whether a number is NaN or infinite, or becomes infinite when rounded to bfloat16. */
 static int any_strange(const float *x, i64 size) {
-    int found = 0;
+    int any = 0;
     for (i64 i = 0; i < size; i++) {
         uint32_t bits;
         memcpy(&bits, x + i, 4);
-        found |= (bits & 0x7fffffff) >= 0x7f7f8000;
+        any |= (bits & 0x7fffffff) >= 0x7f7f8000;
     }
-    return found;
+    return any;
 }
 
-/* exp as 2^n times a polynomial (Cephes), exact to about one unit in the last place; 0 below -87. */
+/* Compute exp as 2^n times a polynomial (Cephes), exact to about one unit in the last place; 0 below -87. */
 INLINE vec exp_vec(vec x) {
     ints small = x < splat(-87.0f);
     x = least(x, splat(88.0f));
@@ -158,7 +151,7 @@ INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_vec(-x)); }
 
 static float cap(float x, float limit) { return limit ? limit * tanhf(x / limit) : x; }
 
-/* y = sum + bias, or y += sum + bias with `add`, for the outputs from `at` on. */
+/* Compute y = sum + bias, or y += sum + bias with `add`, for the outputs from `at` on. */
 INLINE void put_sums(const Linear *l, vec sum, i64 at, float *y, int add) {
     const i64 left = l->outputs - at;
     if (l->bias) sum += *(const vec *)(l->bias + at);
@@ -171,21 +164,23 @@ INLINE void put_sums(const Linear *l, vec sum, i64 at, float *y, int add) {
 }
 
 #if NARROW && LANES == 16 && defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define PAIRED 1 /* one instruction multiplies two inputs; it takes subnormal numbers for 0 */
+#define PAIRED 1 /* one instruction multiplies two inputs, with subnormal numbers as 0 */
 typedef uint16_t input;
 #else
 #define PAIRED 0
 typedef float input;
 #endif
 
-/* Most rows whose sums fit into registers. */
+/* Maximum rows whose sums fit into registers. */
 #if LANES == 16
 #define ROWS 8
 #else
 #define ROWS 6
 #endif
 
-#define CHAIN 32 /* numbers of which AMX adds up the products at even and at odd places apart */
+#define AT_A_TIME 8 /* maximum blocks of outputs that are computed together */
+
+#define CHAIN 32 /* AMX sums the products at even and at odd places of so many inputs separately */
 
 #if LANES == 16 && (NARROW || STORE == BFLOAT16) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -198,10 +193,10 @@ __attribute__((constructor)) static void ask_for_tiles(void) {
     has_tiles = !syscall(SYS_arch_prctl, permission, tiles);
 }
 
-/* Loads of tiles do not tell compilers what they read: all memory, that at `p`, too, is written before. */
+/* Loads of tiles do not tell the compiler what they read, so all memory, including that at `p`, is written before. */
 #define WRITTEN(p) __asm__ volatile("" ::"r"(p) : "memory")
 
-/* 8 tiles of 64 bytes a row: the first 5, of results and what they are made of, of `rows` rows, the others of 16. */
+/* Configure 8 tiles of 64 bytes per row. The first 5, for sums and inputs, have `rows` rows, the others 16. */
 static void set_tiles(i64 rows) {
     struct {
         uint8_t palette, begun, zeros[14];
@@ -218,9 +213,9 @@ static void set_tiles(i64 rows) {
 #endif
 
 #if PAIRED
-#define CHUNK 4 /* inputs of a row that lie in the order 2, 0, 3, 1: two of the same chain in the order of the instruction */
+#define CHUNK 4 /* inputs of a row lie in the order 2, 0, 3, 1: pairs of one chain, as the instruction reads them */
 
-/* Weights of LANES outputs for two inputs, side by side; those of the first may be missing. */
+/* Interleave the weights of LANES outputs for two inputs. `first` may be null. */
 INLINE __m512i paired_weights(const uint16_t *first, const uint16_t *second) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -229,7 +224,7 @@ INLINE __m512i paired_weights(const uint16_t *first, const uint16_t *second) {
     return _mm512_permutexvar_epi16(order, _mm512_inserti64x4(both, _mm256_loadu_si256((const __m256i *)second), 1));
 }
 
-/* sums[r][c] += products of inputs i and i + 2, the first one first. */
+/* Add the products of inputs i and i + 2 to sums[r][c], in this order. */
 INLINE void add_products(const uint16_t *w, i64 apart, i64 i, i64 inputs, const uint16_t *x, i64 xs, vec sums[ROWS][8],
                          const int R, const int C) {
     __m512i weights[8];
@@ -250,11 +245,11 @@ INLINE void add_products(const uint16_t *w, i64 apart, i64 i, i64 inputs, const 
 #else
 #define CHUNK 1
 #endif
-#define ROW_SIZE(inputs) (((inputs) + CHUNK - 1) / CHUNK * CHUNK) /* numbers of a row that is rounded to bfloat16 */
+#define ROW_SIZE(inputs) (((inputs) + CHUNK - 1) / CHUNK * CHUNK) /* size of a row that is rounded to bfloat16 */
 
-/* R rows times C blocks of outputs. Sums over inputs run in order, whatever R and C are; with NARROW as AMX adds them up:
-   of each CHAIN inputs those at even and those at odd places, and both to what was before. With `fetch` the next C blocks
-   of weights are prefetched. */
+/* Multiply R rows with C blocks of outputs. Sums over inputs run in order, whatever R and C are. With NARROW they run as in
+   AMX: of each CHAIN inputs those at even and those at odd places, then both are added to the sum before. With `fetch`
+   the next C blocks of weights are prefetched. */
 INLINE void tile(const Linear *l, const input *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch,
                  const int R, const int C) {
     vec sums[ROWS][8];
@@ -322,7 +317,7 @@ static void tiles(const Linear *l, const input *x, i64 xs, i64 block, float *y, 
     }
 }
 
-/* Index of the largest number, of equals the first; -1 if it is not finite, or a number is NaN. */
+/* Return the index of the first of the largest numbers; -1 if it is not finite, or a number is NaN. */
 static i64 best_of(const float *x, i64 size) {
     vec most = splat(-INFINITY);
     ints strange = {};
@@ -358,9 +353,9 @@ static i64 best_of(const float *x, i64 size) {
 #include "integers.h"
 
 #if AMX && PAIRED
-#define AT_ONCE_TILED 4 /* tiles of rows that share what is interleaved */
+#define AT_ONCE_TILED 4 /* tiles of rows that share interleaved weights */
 
-/* `project` by AMX, for the blocks of outputs from `first` to `last`. Rows lie in order. */
+/* `project_blocks` by AMX. Rows lie in order. */
 static void project_tiles(const Linear *l, const input *x, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
     const i64 size = l->inputs * LANES, R = rows < TILE_ROWS_OF_AMX ? rows : TILE_ROWS_OF_AMX, xs = 2 * l->inputs;
     __attribute__((aligned(64))) uint16_t weights[CHAIN * LANES];
@@ -369,7 +364,7 @@ static void project_tiles(const Linear *l, const input *x, i64 rows, i64 first, 
     WRITTEN(x);
     for (i64 block = first; block < last; block++) {
         for (i64 begin = 0; begin < rows; begin += AT_ONCE_TILED * R) {
-            const char *at[AT_ONCE_TILED]; /* the last tile may begin with rows of the one before */
+            const char *at[AT_ONCE_TILED]; /* the last tile may overlap the one before */
             i64 count = 0;
             for (i64 row = begin; row < rows && count < AT_ONCE_TILED; row += R)
                 at[count++] = (const char *)(x + (row + R < rows ? row : rows - R) * l->inputs);
@@ -417,24 +412,12 @@ static void project_tiles(const Linear *l, const input *x, i64 rows, i64 first, 
 }
 #endif
 
-/* y = x W^T + bias, or y += x W^T + bias with `add`; each thread computes some of the outputs. Where IS_ROUNDED, `in`
-   holds x as `round_inputs` has rounded it. */
-static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
-    if (IS_INTEGER(l)) {
-        integer_project(l, in, rows, y, ys, add);
-        return;
-    }
-#if NARROW
-    const input *given = (const input *)in.codes;
-    xs = ROW_SIZE(l->inputs);
-    (void)x;
-#else
-    const input *given = x;
-#endif
-    SHARE((l->outputs + LANES - 1) / LANES, first, last);
+/* `project` for the blocks of outputs from `first` to `last`. */
+static void project_blocks(const Linear *l, const input *x, i64 xs, i64 rows, i64 first, i64 last, float *y, i64 ys,
+                           int add) {
 #if AMX && PAIRED
     if (TILED_PRODUCT(l)) {
-        project_tiles(l, given, rows, first, last, y, ys, add);
+        project_tiles(l, x, rows, first, last, y, ys, add);
         return;
     }
 #endif
@@ -445,9 +428,27 @@ static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 row
         while (C > last - block) C = C == 3 ? 2 : C / 2;
         for (i64 group = 0; group < groups; group++) {
             i64 row = rows * group / groups, R = rows * (group + 1) / groups - row;
-            tiles(l, given + row * xs, xs, block, y + row * ys, ys, add, group == groups - 1, R, C);
+            tiles(l, x + row * xs, xs, block, y + row * ys, ys, add, group == groups - 1, R, C);
         }
     }
+}
+
+/* Compute y = x W^T + bias, or y += x W^T + bias with `add`. Where IS_ROUNDED, `in` holds x as `round_inputs` has rounded
+   it. */
+static void project(Thread *t, const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
+    const i64 blocks = (l->outputs + LANES - 1) / LANES;
+    if (IS_INTEGER(l)) {
+        PIECES(t, blocks, TOGETHER, first, last) integer_project(l, in, rows, first, last, y, ys, add);
+        return;
+    }
+#if NARROW
+    const input *given = (const input *)in.codes;
+    xs = ROW_SIZE(l->inputs);
+    (void)x;
+#else
+    const input *given = x;
+#endif
+    PIECES(t, blocks, AT_A_TIME, first, last) project_blocks(l, given, xs, rows, first, last, y, ys, add);
 }
 
 INLINE float sum_of(vec x) {
@@ -471,7 +472,7 @@ static float mean_square(const float *x, i64 size) {
 
 static float norm_factor(const float *x, float eps, i64 size) { return 1 / sqrtf(mean_square(x, size) + eps); }
 
-/* y = rms_norm(x) * weight, or y += rms_norm(x) * weight with `add`. */
+/* Compute y = rms_norm(x) * weight, or y += rms_norm(x) * weight with `add`. */
 static void rms_norm(const float *x, const float *weight, float eps, i64 size, float *y, int add) {
     float factor = norm_factor(x, eps, size);
     if (add)
@@ -486,7 +487,7 @@ static void rms_norm(const float *x, const float *weight, float eps, i64 size, f
 #define PICK(x, y, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
 #endif
 
-/* Indices of a shuffle within each 4 lanes; those of its second vector begin with LANES. */
+/* Indices of a shuffle within each 4 lanes. Those of its second vector begin with LANES. */
 #if LANES == 16
 #define IN_FOURS(a, b, c, d) FROM(0, a, b, c, d), FROM(4, a, b, c, d), FROM(8, a, b, c, d), FROM(12, a, b, c, d)
 #elif LANES == 8
@@ -496,8 +497,8 @@ static void rms_norm(const float *x, const float *weight, float eps, i64 size, f
 #endif
 #define FROM(lane, a, b, c, d) a + lane, b + lane, c + lane, d + lane
 
-/* Probability of the largest of some logits. */
-static float chance_of(const float *x, i64 size, float largest) {
+/* Return the probability of the largest of some logits. */
+static float largest_probability(const float *x, i64 size, float largest) {
     vec sums = {};
     i64 i = 0;
     for (; i + LANES <= size; i += LANES) sums += exp_vec(*(const vec *)(x + i) - largest);

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.kernels.cpu.threads import allowed_cores
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import InterleavedWeight, spans
 
@@ -94,7 +99,8 @@ class CallFields(Fields):
 
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "parents", "lengths", "target_layers", "logits_at", "embedded")),
-        *((name, c_int64) for name in ("batch", "nodes", "num_target_layer_ids", "num_logits", "reach", "threads")),
+        *((name, c_int64) for name in ("batch", "nodes", "num_target_layer_ids", "num_logits", "reach")),
+        ("pool", c_void_p),
         *((name, c_int64) for name in ("slots", "room")),
         ("store", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "head_stride")),
@@ -149,6 +155,93 @@ def check_structs(library: ctypes.CDLL, structs: Mapping[str, type[Fields]] = ST
         ours = [(field, place.offset, place.size) for field, place in places] + [("", 0, ctypes.sizeof(struct))]
         for mine, theirs in zip_longest(ours, described[name]):
             assert mine == theirs, f"struct {name}: the field (name, offset, size) is {mine} in Python, {theirs} in C"
+
+
+class Pool:
+    """Threads that share the work of a call (`pool.h`).
+
+    A pool serves one call at a time, so concurrent calls have a pool each. `return_pool` keeps it for the next call.
+
+    Args:
+        library: Library of the kernels.
+        threads: Number of threads, the caller included.
+
+    Attributes:
+        address: Address of the pool in C; None if no further thread can be started, and the caller works alone.
+    """
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self.threads = threads
+        self._free = _function(library, "pool_free", c_void_p, returns=None)
+        create = _function(library, "pool_new", c_int64, c_int64, returns=c_void_p)
+        self.address: int | None = create(threads, threads <= allowed_cores())
+
+    def close(self) -> None:
+        """End the threads."""
+        self._free(self.address)
+
+
+_idle: list[Pool] = []
+
+
+def return_pool(pool: Pool) -> None:
+    """Keep a pool for the next call."""
+    _idle.append(pool)
+
+
+def _close_idle() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
+atexit.register(_close_idle)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_idle.clear)  # threads stay in the parent process
+
+
+class OneTorchThread(threading.local):
+    """A context in which torch's own operations run in the calling thread alone.
+
+    Threads of torch spin for milliseconds after each large operation. Beside a compiled forward pass, they would take
+    the cores that its threads need.
+    """
+
+    def __init__(self) -> None:
+        self.threads = 0  # torch's number outside the context
+
+    def __enter__(self) -> None:
+        self.threads = torch.get_num_threads()
+        _set_torch_threads(1)
+
+    def __exit__(self, *error: object) -> None:
+        _set_torch_threads(self.threads)
+        self.threads = 0
+
+
+one_torch_thread = OneTorchThread()
+
+
+def num_threads() -> int:
+    """Return the number of threads for the kernels: torch's, outside of `one_torch_thread`."""
+    return one_torch_thread.threads or torch.get_num_threads()
+
+
+@cache
+def _omp_set_num_threads() -> Callable[[int], object]:
+    """Return OpenMP's function for torch's number of threads in the calling thread, or one that does nothing.
+
+    `torch.set_num_threads` would also change the number of threads that begin later.
+    """
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            return _function(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)), "omp_set_num_threads", c_int)
+        except (OSError, AttributeError):
+            continue
+    return lambda threads: None
+
+
+def _set_torch_threads(threads: int) -> None:
+    _omp_set_num_threads()(threads)
 
 
 class Product:
@@ -213,7 +306,7 @@ class Library:
         self._draft_chain = _function(library, "draft_chain", *[c_void_p] * 3)
         self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, *[c_int64] * 3)
         self._draft_context = _function(library, "draft_context", *[c_void_p] * 4)
-        types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)
+        types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         self._packed_linear = _function(library, "packed_linear", *types)
         self.lanes = int(_function(library, "lanes")())
         self.weights_dtype = DTYPES[_function(library, "weight_kind")()]
@@ -267,9 +360,24 @@ class Library:
 
     def multiply(self, weight: LinearFields, x: Tensor, out: Tensor) -> None:
         """Write `x @ weight.T + bias` to `out`. Both are float32 matrices; `out` and each `x[i]` are contiguous."""
-        threads = torch.get_num_threads()
-        count, stride = len(x), x.stride(0)
-        self._checked(self._packed_linear(byref(weight), x.data_ptr(), stride, count, out.data_ptr(), threads))
+        pool = self.borrow_pool(num_threads())
+        try:
+            at = x.data_ptr(), x.stride(0), len(x), out.data_ptr(), pool.address
+            self._checked(self._packed_linear(byref(weight), *at))
+        finally:
+            return_pool(pool)
+
+    def borrow_pool(self, threads: int) -> Pool:
+        """Return an idle pool of this many threads, or a new one. Idle pools of other sizes are closed."""
+        while _idle:
+            try:
+                pool = _idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if pool.threads == threads:
+                return pool
+            pool.close()
+        return Pool(self._library, threads)
 
     def _checked(self, result: int) -> int:
         assert result >= 0, self._problem(-result).decode()

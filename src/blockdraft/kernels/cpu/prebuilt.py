@@ -95,7 +95,9 @@ def make(compiler: str, folder: Path) -> None:
         for dtypes in DTYPES:
             given = defines(*dtypes, MOST_LANES, True)
             out = folder / "partial"
-            subprocess.run(command(compiler, out, "-s", *level.options, *VECTORS, *PARALLEL, *given), check=True)
+            subprocess.run(
+                command(compiler, out, "-s", "-DPORTABLE", *level.options, *VECTORS, *PARALLEL, *given), check=True
+            )
             keep(out, _name(level, given))
 
 

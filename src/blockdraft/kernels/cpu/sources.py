@@ -11,10 +11,10 @@ import torch
 from blockdraft.kernels.cpu.library import KINDS, STORES, Library
 
 SOURCE = Path(__file__).with_name("decoder.c")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("attention.h", "kernels.h", "integers.h", "calls.h"))
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("attention.h", "kernels.h", "integers.h", "calls.h", "pool.h"))
 # Sums must have the same bits on all machines, so the compiler may fuse and reorder nothing.
 FLAGS = ("-O2", "-ffp-contract=off", "-shared", "-fPIC")
-PARALLEL = ("-fopenmp",)
+PARALLEL = ("-pthread", "-DPARALLEL")
 VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # for gcc; clang vectorises these loops anyway
 MOST_LANES = 16  # numbers of the widest vector
 

@@ -1,18 +1,13 @@
-"""Choice of the fastest number of threads. Small networks gain nothing from a second one, and cores may be shared."""
+"""Choice of the number of threads: the fastest one, since small networks gain nothing from more."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import cast
 
 import psutil
 import torch
@@ -25,10 +20,14 @@ GAIN = 0.95  # more threads must take at most this share of the time of fewer
 BUSY = 1.5  # load per core above which a measurement is not stored
 
 
+def allowed_cores() -> int:
+    """Return the number of logical cores that this process may use."""
+    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+
+
 def candidates() -> list[int]:
     """Return the numbers of threads to try: powers of two below the number of cores, and that number."""
-    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
-    cores = min(psutil.cpu_count(logical=False) or 1, allowed)
+    cores = min(psutil.cpu_count(logical=False) or 1, allowed_cores())
     return [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
 
 
@@ -61,37 +60,6 @@ def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> N
             partial.write_text(json.dumps({"threads": best, "seconds": seconds}), encoding="utf-8")
             partial.replace(path)
     torch.set_num_threads(best)
-
-
-_process = os.getpid()
-OMP_PAUSE_SOFT = 1  # OpenMP 5.0: keep settings
-
-
-def let_team_go() -> None:
-    """End the OpenMP threads of the calling thread's team. It gets new ones when it computes again.
-
-    GNU's OpenMP counts the threads of all teams. If they outnumber the processors, even when idle, its barriers sleep
-    instead of spinning, and a forward pass of small layers takes seven times as long. So a thread that has loaded a
-    model leaves the cores to the thread that decodes.
-    """
-    if os.getpid() != _process and threading.current_thread() is threading.main_thread():
-        return  # the team stayed in the parent process of this fork, and waiting for it would never return
-    pause = _pause()
-    if pause is not None:
-        pause(OMP_PAUSE_SOFT)
-
-
-@cache
-def _pause() -> Callable[[int], int] | None:
-    """Return OpenMP's function that ends teams if GNU's library is loaded, else None."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.is_file() else []
-    for path in {line.split()[-1] for line in lines if "libgomp" in line}:
-        try:
-            return cast("Callable[[int], int]", ctypes.CDLL(path).omp_pause_resource_all)
-        except (OSError, AttributeError):  # libraries from before 2019 have no such function
-            continue
-    return None
 
 
 def measure(work: Callable[[], object], counts: list[int]) -> dict[int, float]:
