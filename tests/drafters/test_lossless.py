@@ -189,7 +189,7 @@ def test_predictions_change_no_answer(
     engine = Engine(target, recorder, max_batch_size=3, drafting=drafting)
     completions = engine.generate(PROMPTS[:6], params)
     assert [completion.token_ids for completion in completions] == plain[:6]
-    assert sum(completion.stats.accepted_prediction for completion in completions) > 20
+    assert sum(completion.stats.accepted_prediction for completion in completions) > 10
     texts = [text for text in recorder.texts if text]
     for prompt, completion, text in zip(PROMPTS, completions, texts, strict=False):
         assert text == (prompt + completion.token_ids)[: len(text)] and len(text) >= len(prompt)

@@ -206,8 +206,8 @@ def test_a_request_that_may_not_draft_does_not(target: Target, plain: list[list[
     ("prediction", "message"),
     [
         ([5, -1], "entries of prediction must be token ids from 0 on, got -1"),
-        ([5, "a"], "prediction must be a text or hold token ids, 0 or more, got 'a'"),
-        (7, "prediction is 7; give a list"),
+        ([5, "a"], "entries of prediction must be token ids from 0 on, got 'a'"),
+        (7, "prediction must be a list of token ids, or a text, got 7"),
         ([10**6], "prediction names the token 1000000, outside the target's vocabulary"),
     ],
 )

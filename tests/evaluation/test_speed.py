@@ -42,7 +42,7 @@ def test_engines_share_drafters_and_take_their_settings(target: Target, tiny_dra
 
 def test_bad_methods_are_named(target: Target, tiny_drafter_dir: Path) -> None:
     with pytest.raises(
-        ValueError, match="Method 'abacus': abacus is no drafter.*, none,.*chain, chain-sampled and tree"
+        ValueError, match="Method 'abacus': abacus is no drafter.*, none.*chain, chain-sampled and tree"
     ):
         engines(target, tiny_drafter_dir, "chain,abacus")
     with pytest.raises(ValueError, match="Method 'chain:9': block_size must be at most 8 for this drafter, got 9.$"):

@@ -275,5 +275,6 @@ def test_lone_surrogates_in_arguments_are_refused(client: Client) -> None:
 
 
 def test_every_sampling_parameter_can_be_requested() -> None:
-    elsewhere = {"max_new_tokens", "logprobs", "prompt_logprobs", "grammar"}  # named otherwise, or set by other fields
+    # Named otherwise, or set by other fields or the server.
+    elsewhere = {"max_new_tokens", "logprobs", "prompt_logprobs", "grammar", "lookup_scope"}
     assert {field.name for field in fields(SamplingParams)} - elsewhere <= set(GenerationSchema.model_fields)

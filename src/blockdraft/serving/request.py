@@ -97,6 +97,7 @@ class Usage:
         reasoning: Generated tokens that are reasoning.
         accepted: Draft tokens in the output.
         rejected: Draft tokens that were rejected.
+        accepted_prediction, rejected_prediction: Those of the request's predicted output alone.
     """
 
     prompt: int
@@ -105,6 +106,8 @@ class Usage:
     reasoning: int = 0
     accepted: int = 0
     rejected: int = 0
+    accepted_prediction: int = 0
+    rejected_prediction: int = 0
 
 
 @dataclass(frozen=True)

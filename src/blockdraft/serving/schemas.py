@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -98,6 +98,21 @@ class StreamOptions(Schema):
     continuous_usage_stats: bool = False
 
 
+class Part(Schema):
+    """A part of a message. Parts other than text are refused."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Prediction(Schema):
+    """Predicted output, as in OpenAI's API: a text that much of the output is expected to repeat."""
+
+    type: Literal["content"] = "content"
+    content: str | Listed[Part]
+
+
 class GenerationSchema(Schema):
     """Fields of the requests of all APIs, even where an API does not define them itself.
 
@@ -132,6 +147,7 @@ class GenerationSchema(Schema):
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True, max_length=MAX_TABLE)] | None = None
     ignore_eos: bool = False
+    prediction: Prediction | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation = Speculation()
@@ -163,16 +179,9 @@ class GenerationSchema(Schema):
             "stop": tuple(stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
+            "prediction": "" if self.prediction is None else join_text("prediction.content", self.prediction.content),
         }
         return SamplingParams(**(parameters | more))
-
-
-class Part(Schema):
-    """A part of a message. Parts other than text are refused."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 def format_grammar(field: str, kind: str, schema: Any) -> Grammar | None:

@@ -295,15 +295,23 @@ class _RunningChoice:
             reasoning=self._reasoning_tokens,
             accepted=accepted,
             rejected=max(0, sum(request.stats.drafted) - accepted),
+            accepted_prediction=request.stats.accepted_prediction,
+            rejected_prediction=request.stats.rejected_prediction,
         )
-        stop = None
-        if request.text.stopped:
-            text = tokenizer_of(self._engine.target).decode(request.token_ids, skip_special_tokens=True)
-            stop = min(filter(text.__contains__, request.params.stop), key=text.index)
+        stop = self._stop_string() if request.text.stopped else None
         if request.finish_reason == "length" and not self._ended:
             return Finished("length", usage, request.stats, stop, context_full=self._choice.clipped)
         called = parser is not None and parser.called
         return Finished("tool_calls" if called else "stop", usage, request.stats, stop)
+
+    def _stop_string(self) -> str | None:
+        """Return the stop string that ended the choice. It may consist of special tokens, which the text leaves out."""
+        tokenizer = tokenizer_of(self._engine.target)
+        for skip in (True, False):
+            text = str(tokenizer.decode(self.request.token_ids, skip_special_tokens=skip))
+            if stops := [stop for stop in self.request.params.stop if stop in text]:
+                return min(stops, key=text.index)
+        return None
 
 
 def _cancel(running: Sequence[_RunningChoice]) -> None:

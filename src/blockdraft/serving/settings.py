@@ -43,6 +43,11 @@ class ServeSettings:
         description="Site whose pages may call the server from a browser, such as https://ui.example; repeat for more, "
         '"*" allows any.',
     )
+    lookup_outputs: bool = Field(
+        True,
+        description="Let the drafter lookup draft from earlier outputs to the same client, known by its address and "
+        "key. They are kept in memory, at most 65536 tokens.",
+    )
     max_batch_size: Annotated[Count, Flag(panel=LIMITS)] = Field(
         16, description="Maximum number of requests decoded together; others wait."
     )

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
@@ -94,6 +95,9 @@ async def respond(
         ClientDisconnected: The client disconnected before the first event or, without streaming, before the end.
     """
     headers = {SKIPPED: str(num_skipped)} if num_skipped else {}
+    if service.settings.lookup_outputs:
+        scope = _scope(http)
+        requests = [replace(request, params=replace(request.params, lookup_scope=scope)) for request in requests]
     if not stream:
         return JSONResponse(await until_disconnect(http, _complete(service, requests, response)), headers=headers)
     frames = _frames(service, requests, response)
@@ -101,6 +105,12 @@ async def respond(
     sent = EventStream(first, frames, response, service.settings.stall_seconds)
     sent.headers.update(headers)
     return sent
+
+
+def _scope(http: Request) -> str:
+    """Return the name of a client, whose earlier outputs `lookup` may draft from: its address and key."""
+    host = http.client.host if http.client else ""
+    return f"{host} {http.headers.get('authorization', '')} {http.headers.get('x-api-key', '')}"
 
 
 async def _complete(service: Service, requests: Sequence[GenerationRequest], response: ApiResponse) -> dict[str, Any]:

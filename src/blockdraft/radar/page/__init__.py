@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from blockdraft.engine.runner import MAX_OWN_NODES
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
 from blockdraft.radar.devices import DEFAULT_RAM_GB, LINKED, Machine, devices, machine_of
@@ -24,6 +25,7 @@ NUMBERS = {
     "LINKED": LINKED,
     "LINK_US": LINK_US,
     "LOSES": LOSES,
+    "MAX_OWN_NODES": MAX_OWN_NODES,
     "OF_KERNELS": OF_KERNELS,
     "PREFILL_TOKENS": PREFILL_TOKENS,
     "SHARE": SHARE,

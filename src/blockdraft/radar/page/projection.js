@@ -89,7 +89,7 @@ function makeRadar(data) {
     const forwardBytes = (sequences, nodes) => 2 * sequences * nodes * widths + states * sequences * Math.min(nodes, 64);
     const longest = Math.min(slots, context + size);
     const forward = Math.max(forwardBytes(batch, size), forwardBytes(1, Math.min(prefill, longest)));
-    const logits = batch * size * s.vocabulary * (2 + 2 * 4);
+    const logits = Math.max(batch * size, N.MAX_OWN_NODES) * s.vocabulary * (2 + 2 * 4);
     const tokens = Math.max(prefill, batch * size);
     const hiddenStates = 2 * tokens * (cost === null ? 0 : cost.target_layers) * s.hidden * 2;
     const workspace = forward + logits + hiddenStates + (cost === null ? 0 : 2 * tokens * 4 * s.hidden);

@@ -99,8 +99,8 @@ class ChoicesResponse(ApiResponse):
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached for usage in prompts)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(usage.reasoning for usage in usages),
-                "accepted_prediction_tokens": sum(usage.accepted for usage in usages),
-                "rejected_prediction_tokens": sum(usage.rejected for usage in usages),
+                "accepted_prediction_tokens": sum(usage.accepted_prediction for usage in usages),
+                "rejected_prediction_tokens": sum(usage.rejected_prediction for usage in usages),
             },
         }
 

@@ -563,8 +563,8 @@ def _usage(end: Finished) -> dict[str, Any]:
         "output_tokens": usage.completion,
         "output_tokens_details": {
             "reasoning_tokens": usage.reasoning,
-            "accepted_prediction_tokens": usage.accepted,
-            "rejected_prediction_tokens": usage.rejected,
+            "accepted_prediction_tokens": usage.accepted_prediction,
+            "rejected_prediction_tokens": usage.rejected_prediction,
         },
         "total_tokens": usage.prompt + usage.completion,
     }
