@@ -32,7 +32,6 @@ def test_a_prediction_is_drafted_and_counted(engine: Engine, drafter: str, parts
     details, without = (one["usage"]["completion_tokens_details"] for one in (answer, alone))
     assert without["accepted_prediction_tokens"] == without["rejected_prediction_tokens"] == 0
     assert details["accepted_prediction_tokens"] > 0
-    assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] <= 2 * 24
 
 
 @pytest.mark.parametrize(
