@@ -93,13 +93,14 @@ def _engine(
     from blockdraft.engine import Engine
 
     target = replace(run, backend=backend).load_for(drafter, network)
-    prefix_tokens = settings.prefix_tokens
+    cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, target.device.type == "cpu")
     return Engine(
         target,
         load_drafter(drafter, target=target, **network.options()),
         settings.max_batch_size,
         drafting,
-        prefix_tokens=4 * target.max_context if prefix_tokens is None else prefix_tokens,
+        prefix_tokens=prefix_tokens,
+        cache_tokens=cache_tokens,
     )
 
 

@@ -82,6 +82,11 @@ class ServeSettings:
         description="Tokens of finished requests to keep in memory, so that the next turn of a chat only computes "
         "what is new. By default four times the context.",
     )
+    cache_tokens: Annotated[Count | None, Flag(metavar="TOKENS", panel=LIMITS)] = Field(
+        None,
+        description="Tokens of all requests and kept prefixes together; requests that do not fit wait. By default four "
+        "times the context, or 65536 if that is more, on a CPU; elsewhere room for all requests of a full batch.",
+    )
     temperature: Annotated[Amount, Flag(metavar="T", panel="Sampling")] = Field(
         1.0, description="Temperature of requests that set none, as in OpenAI's API; 0 decodes greedily."
     )
@@ -107,6 +112,21 @@ class ServeSettings:
             )
         if not all(name.strip() for name in self.served_model_name):
             raise UsageError("served_model_name holds an empty name; give another, or leave the option out.")
+
+    def memory_tokens(self, context: int, cpu: bool) -> tuple[int | None, int]:
+        """Return the KV slots of the engine, None for room for a full batch, and how many of them keep prefixes.
+
+        Args:
+            context: Maximum number of tokens of a request.
+            cpu: Whether the target runs on a CPU, whose memory other programs use as well.
+        """
+        prefixes = 4 * context if self.prefix_tokens is None else self.prefix_tokens
+        slots = self.cache_tokens
+        if slots is None and cpu:
+            full = self.max_batch_size * context + prefixes
+            slots = max(4 * context, 65_536, prefixes)
+            slots = None if slots >= full else slots
+        return slots, prefixes
 
     @property
     def places(self) -> int:
