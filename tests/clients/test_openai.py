@@ -58,8 +58,17 @@ def test_drafting_changes_no_token(client: Any) -> None:
         for drafts in (False, True)
     )
     assert plain.choices[0].message.content == drafted.choices[0].message.content
-    assert drafted.usage.completion_tokens_details.accepted_prediction_tokens > 0
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_a_predicted_output(client: Any) -> None:
+    plain = client.chat.completions.create(messages=QUESTION, **GREEDY)
+    text = plain.choices[0].message.content
+    predicted = client.chat.completions.create(
+        messages=QUESTION, prediction={"type": "content", "content": text}, **GREEDY
+    )
+    assert predicted.choices[0].message.content == text
+    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > 0
 
 
 def test_cancelled_stream(client: Any, small: Server) -> None:

@@ -15,7 +15,7 @@ from blockdraft.serving.request import Event, Finished, GenerationRequest, Start
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 
-USAGE = Usage(prompt=10, completion=7, cached=4, reasoning=2, accepted=3, rejected=1)
+USAGE = Usage(prompt=10, completion=7, cached=4, reasoning=2, accepted=3, rejected=1, accepted_prediction=2)
 
 
 def finished(reason: Any = "stop", stop: str | None = None, context_full: bool = False) -> Finished:

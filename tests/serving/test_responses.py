@@ -92,7 +92,7 @@ def test_a_response(script: Script) -> None:
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (10, 7, 17)
     assert usage["input_tokens_details"]["cached_tokens"] == 4
     assert usage["output_tokens_details"]["reasoning_tokens"] == 2
-    assert usage["output_tokens_details"]["accepted_prediction_tokens"] == 3
+    assert usage["output_tokens_details"]["accepted_prediction_tokens"] == 2
 
 
 def test_responses_have_all_required_fields(script: Script) -> None:

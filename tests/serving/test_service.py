@@ -189,7 +189,10 @@ def test_a_slow_reader_is_disconnected(engine: Engine, submitted: list[Request])
 
 def test_metrics_add_up(make_client: Callable[..., Any]) -> None:
     client = make_client()
-    usages = [client.complete(prompt, max_tokens=30)["usage"] for prompt in ("the ant", "abababab")]
+    answers = [
+        client.complete(prompt, max_tokens=30, speculation={"statistics": True}) for prompt in ("the ant", "abababab")
+    ]
+    usages = [answer["usage"] for answer in answers]
     client.complete("the ant", max_tokens=30, speculation={"enabled": False})
     client.post("/v1/completions", {"model": "tiny", "prompt": "a" * 999})
     samples = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
@@ -201,7 +204,7 @@ def test_metrics_add_up(make_client: Callable[..., Any]) -> None:
     assert values["time_to_first_token_seconds_count"] == 3
     assert values["inter_token_latency_seconds_count"] == 87
     assert values["e2e_request_latency_seconds_count"] == 3
-    accepted = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages)
+    accepted = sum(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for answer in answers)
     assert values["spec_decode_num_accepted_tokens_total"] == accepted
     assert values["num_step_tokens_total"] == 87
     tau = values["spec_decode_mean_acceptance_length"]
