@@ -300,8 +300,10 @@ def test_a_suffix(blockdraft: Callable[..., Any], tmp_path: Path, tiny_target_di
     tokenizer.save_pretrained(tmp_path)
     with Engine(load_target(tmp_path, device="cpu")) as engine:
         completion = engine.infill("ab", "yz", params=SamplingParams(12))
-    words = ("generate", "ab", "--suffix", "yz", "--target", tmp_path, "--device", "cpu", "--drafter", "none")
-    assert blockdraft(*words, "--max-new-tokens", 12).out == completion.text + "\n"
+        at_beginning = engine.infill("", "yz", params=SamplingParams(12))
+    words = ("--suffix", "yz", "--target", tmp_path, "--device", "cpu", "--drafter", "none", "--max-new-tokens", 12)
+    assert blockdraft("generate", "ab", *words).out == completion.text + "\n"
+    assert blockdraft("generate", "", *words).out == at_beginning.text + "\n"
 
 
 def test_without_a_drafter(generate: Run, expected: dict[str, Any]) -> None:
