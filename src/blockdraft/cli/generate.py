@@ -91,7 +91,9 @@ def generate(
             "--compare and --sampled exclude each other at a temperature, since their tokens differ. To compare "
             "speeds, use blockdraft bench --methods none,chain,chain-sampled --temperature T."
         )
-    prompts: Sequence[Prompt] = read_prompts(how.prompts) if how.prompts else [read_prompt(prompt, may_be_empty=how.suffix is not None)]
+    prompts: Sequence[Prompt] = (
+        read_prompts(how.prompts) if how.prompts else [read_prompt(prompt, may_be_empty=how.suffix is not None)]
+    )
 
     with uncollected():
         from blockdraft.cli import answers
