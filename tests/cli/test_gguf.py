@@ -48,7 +48,7 @@ def test_generate(
     report = json.loads(done.out)
     assert report["identical"] and report["running"] == "native, int4 weights"
     assert (done := blockdraft("generate", "Hello", "--target", file, "--max-new-tokens", 8, "--json", *MORE)).code == 0
-    assert json.loads(done.out)["token_ids"] == report["token_ids"] and "lookup drafts" in done.err
+    assert json.loads(done.out)["token_ids"] == report["token_ids"] and "Using lookup" in done.err
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) ->
     need_drafter(None, None, "")
     assert capsys.readouterr().err == ""
     need_drafter("smollm2", None, "")
-    assert capsys.readouterr().err.startswith("No drafter is bundled for smollm2: lookup drafts")
+    assert capsys.readouterr().err.startswith("No drafter is bundled for smollm2. Using lookup")
     with pytest.raises(UsageError, match="No drafter is known for smollm2; add --drafter DIR"):
         need_drafter("smollm2", None, "", lookup=False)
     with pytest.raises(UsageError, match="add --drafter DIR, name other methods, or make one: blockdraft fit --target"):
@@ -131,6 +131,6 @@ def test_answers_need_no_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     assert "To make one: blockdraft fit --target some/model --out DIR." in capsys.readouterr().err
     put("smollm2")
     assert drafter_or_lookup("smollm2", None) is None
-    assert "No drafter is bundled for smollm2: lookup drafts" in capsys.readouterr().err
+    assert "No drafter is bundled for smollm2. Using lookup" in capsys.readouterr().err
     with pytest.raises(UsageError, match="There is no smolm; --target takes"):
         drafter_or_lookup("smolm", None)

@@ -96,7 +96,7 @@ def test_its_file_is_known_at_another_place(tmp_path: Path, capsys: pytest.Captu
         out.truncate(file.bytes)
     assert model_of(place) == known("smollm2")
     drafter_or_lookup(str(place), None)
-    assert "No drafter is bundled for smollm2: lookup drafts" in capsys.readouterr().err
+    assert "No drafter is bundled for smollm2. Using lookup" in capsys.readouterr().err
     os.truncate(place, file.bytes - 1)
     assert model_of(place) is None
 

@@ -248,10 +248,10 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"model": "other"}, "model is 'other'"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"model": "other"}, "got 'other'. To take other names"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0."),
         ({"max_tokens": None}, "max_tokens is missing"),
-        ({"messages": []}, "messages is []"),
+        ({"messages": []}, "messages must be a list that is not empty, got []."),
         (user({"type": "image", "source": {"type": "url", "url": "x"}}), "a part of type 'image'"),
         (user({"type": "tool_result", "content": "x"}), "without tool_use_id"),
         (
@@ -259,12 +259,12 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
             "messages.0.content holds a part of type 'image'",
         ),
         ({"system": [{"type": "image"}]}, "system holds a part of type 'image'"),
-        ({"temperature": -1}, "temperature is -1"),
-        ({"top_p": 2}, "top_p is 2"),
-        ({"top_k": "x"}, "top_k is 'x'"),
-        ({"stop_sequences": [""]}, "stop_sequences.0 is ''"),
+        ({"temperature": -1}, "temperature must be at least 0, got -1."),
+        ({"top_p": 2}, "top_p must be at most 1, got 2."),
+        ({"top_k": "x"}, "top_k must be a whole number, got 'x'."),
+        ({"stop_sequences": [""]}, "stop_sequences.0 must be a text that is not empty, got ''."),
         ({"tools": [{"name": "f"}]}, "f without input_schema"),
-        ({"tool_choice": {"type": "all"}}, "tool_choice.type is 'all'"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type must be "),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported"),
     ],
 )

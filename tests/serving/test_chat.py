@@ -252,6 +252,21 @@ def test_unknown_models_get_404(client: Any, make_client: Callable[..., Any]) ->
     assert make_client(any_model=True).chat(model="gpt-4", max_tokens=1)["model"] == "gpt-4"
 
 
+def test_requests_of_llama_vim(client: Any) -> None:
+    """The plugin leaves the model name empty and sends `n_predict: 0` while its user types an instruction."""
+    body = {"model": "", "messages": CHAT, "temperature": 0}
+    read = client.post("/v1/chat/completions", body | {"n_predict": 0}).json()
+    assert read["model"] == "tiny"
+    assert read["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
+    asked = client.post("/v1/chat/completions", body | {"n_predict": 20}).json()
+    assert asked["choices"] == client.chat(max_tokens=20)["choices"]
+    assert asked["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    events = client.chat_events(n_predict=0)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == ""
+    unlimited = client.chat(n_predict=-1)["usage"]["completion_tokens"]
+    assert unlimited == client.chat()["usage"]["completion_tokens"]
+
+
 def test_prompts_beyond_the_context_are_refused(client: Any) -> None:
     messages = [{"role": "user", "content": "a" * 300}]
     answer = client.post("/v1/chat/completions", {"model": "tiny", "messages": messages})

@@ -284,6 +284,34 @@ def test_random_requests_never_cause_server_errors(
         assert answer.status_code < 500, (path, garbled, answer.text)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/chat/completions", {"temperature": 1e-40}, "temperature", "temperature must be 0 (greedy) or between"),
+        ("/v1/chat/completions", {"n": 0}, "n", "n must be at least 1, got 0."),
+        ("/v1/chat/completions", {"messages": None}, "messages", "messages is missing; give it."),
+        ("/infill", {"input_prefix": "a"}, "input_suffix", "input_suffix is missing; give it."),
+        (
+            "/infill",
+            {"input_prefix": "a", "input_suffix": "b", "input_extra": ["c"]},
+            "input_extra.0",
+            "input_extra.0 must be an object, got 'c'.",
+        ),
+    ],
+)
+def test_messages_give_limit_and_value(
+    shared_client: Any, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    error = shared_client.post(path, (CHAT if "chat" in path else {}) | body).json()["error"]
+    assert error["param"] == param and error["message"].startswith(message)
+
+
+def test_a_wrong_method_is_named(shared_client: Any) -> None:
+    answer = shared_client.get("/infill")
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["message"] == "The method of /infill must be POST, got GET."
+
+
 def test_responses_reveal_no_paths(client: Any, engine: Any) -> None:
     path = str(engine.target.path)
     error = UsageError(f"{path}/tokenizer.json is odd.")

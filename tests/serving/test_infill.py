@@ -137,6 +137,19 @@ def test_suffix_of_completions(coder_client: Client, coder: Engine) -> None:
     )
 
 
+def test_an_infill_at_the_beginning(coder_client: Client, coder: Engine) -> None:
+    body = {"model": "coder", "prompt": "", "suffix": "yz", "max_tokens": 12, "temperature": 0}
+    [choice] = coder_client.post("/v1/completions", body).json()["choices"]
+    assert (
+        choice["text"]
+        == coder.infill("", "yz", params=SamplingParams(12)).text
+        == infill(coder_client, input_prefix="")["content"]
+    )
+    for wrong in ({"suffix": ""}, {"prompt": []}):
+        answer = coder_client.post("/v1/completions", body | wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+
+
 @pytest.mark.parametrize("more", [{"echo": True}, {"prompt": [1, 2]}])
 def test_suffix_excludes(coder_client: Client, more: dict[str, Any]) -> None:
     answer = coder_client.post("/v1/completions", {"model": "coder", "prompt": "ab", "suffix": "yz", **more})

@@ -154,12 +154,12 @@ def test_requests_to_load_and_unload(client: Client) -> None:
 @pytest.mark.parametrize(
     "path, body, expected",
     [
-        ("/api/generate", {"model": "other", "prompt": "a"}, "model is 'other'"),
+        ("/api/generate", {"model": "other", "prompt": "a"}, "got 'other'. To take other names"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "template": "{{ .Prompt }}"}, "template is not supported"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "images": ["AA=="]}, "images is not supported"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "suffix": "b", "system": "c"}, "suffix excludes"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "suffix": "b"}, "no fill-in-the-middle tokens"),
-        ("/api/generate", {"model": MODEL, "prompt": "a", "options": {"top_p": 7}}, "top_p is 7"),
+        ("/api/generate", {"model": MODEL, "prompt": "a", "options": {"top_p": 7}}, "top_p must be at most 1, got 7."),
         ("/api/embed", {"model": MODEL, "input": "a"}, "embeds"),
     ],
 )

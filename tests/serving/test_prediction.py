@@ -37,8 +37,8 @@ def test_a_prediction_is_drafted_and_counted(engine: Engine, drafter: str, parts
 @pytest.mark.parametrize(
     "prediction, message",
     [
-        ("text", "prediction is 'text'"),
-        ({"type": "code", "content": "x"}, "prediction.type is 'code'"),
+        ("text", "prediction must be an object, got 'text'."),
+        ({"type": "code", "content": "x"}, "prediction.type must be 'content', got 'code'."),
         ({"type": "content"}, "prediction.content is missing"),
         ({"type": "content", "content": [{"type": "image_url"}]}, "reads only text"),
     ],

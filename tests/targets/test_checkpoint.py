@@ -132,11 +132,12 @@ def test_scaled_positions_extend_the_context(
 
 
 @pytest.mark.parametrize("compile", ["auto", "off"])
-def test_another_context(tiny_target_dir: Path, compile: Compile) -> None:
+def test_another_context(tiny_target_dir: Path, compile: Compile, caplog: pytest.LogCaptureFixture) -> None:
     """A longer one than the model's, or a shorter one."""
     own = load_target(tiny_target_dir, device="cpu", compile=compile)
     ids = [5 + i % 50 for i in range(own.max_context + 20)]
     longer = load_target(tiny_target_dir, device="cpu", compile=compile, max_context=len(ids) + 4)
+    assert f"and the model's is {own.max_context}; output beyond that may be poor" in caplog.text
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     with Engine(longer, load_drafter("none", target=longer)) as engine:
         [completion] = engine.generate([ids], params)

@@ -133,7 +133,7 @@ class Chat:
                     raise
                 self._tell(f"error: {error}", "red")
                 if isinstance(error, ContextFull):
-                    self._tell(ROOM)
+                    self._tell(f"Your message is in the line again; clear it with Ctrl-U to type a command. {ROOM}")
                 self._draft = text
 
     def _obey(self, name: str, argument: str) -> None:

@@ -91,7 +91,9 @@ def generate(
             "--compare and --sampled exclude each other at a temperature, since their tokens differ. To compare "
             "speeds, use blockdraft bench --methods none,chain,chain-sampled --temperature T."
         )
-    prompts: Sequence[Prompt] = read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
+    prompts: Sequence[Prompt] = (
+        read_prompts(how.prompts) if how.prompts else [read_prompt(prompt, may_be_empty=how.suffix is not None)]
+    )
 
     with uncollected():
         from blockdraft.cli import answers
@@ -165,7 +167,7 @@ def read_prompts(path: Path) -> list[str]:
     return list(prompts.prompts)
 
 
-def read_prompt(prompt: str | None) -> str:
+def read_prompt(prompt: str | None, may_be_empty: bool = False) -> str:
     """Return the prompt of the command line, or that of standard input if it is None or "-"."""
     if prompt not in (None, "-"):
         text = str(prompt)
@@ -176,7 +178,7 @@ def read_prompt(prompt: str | None) -> str:
             text = sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"Standard input is not {error.encoding} text ({error.reason}).") from error
-    if not text.strip():
+    if not text.strip() and not may_be_empty:
         raise UsageError("The prompt is empty; give at least one token of text.")
     return checked_text(text)
 

@@ -35,6 +35,7 @@ VARIABLES = (
 )
 CALIBRATED = Settings(batch_size=16)
 
+MAX_GIGABYTES = 1_000_000
 PARTIAL_SECONDS = 3600.0  # age after which a partial file counts as abandoned
 cache = typer.Typer(help="List or delete the files that blockdraft keeps on this machine.", no_args_is_help=True)
 
@@ -106,7 +107,7 @@ def list_(as_json: AsJson = False) -> None:
 
 
 def limit(
-    gigabytes: Annotated[float | None, typer.Argument(metavar="[GB]", min=0, help="New limit; 0 keeps none.")] = None,
+    gigabytes: Annotated[str | None, typer.Argument(metavar="[GB]", help="New limit; 0 keeps none.")] = None,
 ) -> None:
     """Show or set the size limit of packed weights.
 
@@ -116,7 +117,12 @@ def limit(
     from blockdraft.machine import set_weights_limit, weights_limit
 
     if gigabytes is not None:
-        set_weights_limit(round(gigabytes * 1e9))
+        number = None
+        with suppress(ValueError):
+            number = float(gigabytes)
+        if number is None or not 0 <= number <= MAX_GIGABYTES:
+            raise UsageError(f"GB must be a number from 0 to {MAX_GIGABYTES}, got {gigabytes!r}.")
+        set_weights_limit(round(number * 1e9))
     print(f"weights: at most {weights_limit() / 1e9:.1f} GB")
 
 

@@ -123,8 +123,8 @@ class DecodingSettings(TargetSettings):
     )
     max_context: Annotated[int | None, Flag("--max-model-len", metavar="TOKENS")] = Field(
         None,
-        description="Maximum number of tokens of prompt and answer together; by default the model's, with the factor "
-        "by which its rotary embeddings are scaled.",
+        description="Maximum number of tokens of prompt and answer together; by default the model's own "
+        "context, extended by its RoPE scaling. Output beyond that context may be poor.",
     )
     round_drafters: Annotated[bool, Flag("--round-drafter/--keep-drafter")] = Field(
         True,
@@ -168,11 +168,28 @@ class DecodingSettings(TargetSettings):
 
 
 def read_template(path: Path) -> str:
-    """Return the text of a file that holds a chat template, or raise a UsageError if it cannot be read."""
+    """Return the text of a file that holds a chat template.
+
+    Raises:
+        UsageError: The file cannot be read, or is no template.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); --chat-template takes a file with a template.") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise UsageError(f"{path} cannot be read ({reason}); --chat-template takes a file with a template.") from error
+    if not text.strip():
+        raise UsageError(f"--chat-template must be a file with a template, and {path} is empty.")
+    try:
+        _compile_jinja_template(text)
+    except TemplateSyntaxError as error:
+        raise UsageError(
+            f"--chat-template must be a Jinja template, and {path} is none: line {error.lineno}: {error.message}"
+        ) from error
+    return text
 
 
 def set_template(target: Target | TargetText, template: str | None) -> None:
@@ -270,7 +287,7 @@ def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
     if drafter is not None or _has_drafter(target):
         return drafter
     tell(
-        f"No drafter is known for {target}: lookup drafts, which repeats parts of the text. To make one: "
+        f"No drafter is known for {target}. Using lookup, which copies from the text so far. To make one: "
         f"blockdraft fit --target {target} --out DIR."
     )
     return "lookup"
@@ -307,7 +324,7 @@ def _has_drafter(target: str | None, lookup: bool = True) -> bool:
         located(target)
         is_bundled = bundled_drafter(model) is not None
         if lookup and not is_bundled:
-            tell(f"No drafter is bundled for {model.id}: lookup drafts, which repeats parts of the text.")
+            tell(f"No drafter is bundled for {model.id}. Using lookup, which copies from the text so far.")
         if lookup or is_bundled:
             return True
     if path.exists() and bundled_for(path) is not None:

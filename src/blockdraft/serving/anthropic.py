@@ -174,7 +174,7 @@ class CountRequest(Schema):
 
     unsupported = {"mcp_servers": ()}
 
-    model: NonEmpty
+    model: str
     messages: Annotated[Listed[AnthropicMessage], Field(min_length=1)]
     system: str | Listed[Block] | None = None
     tools: Listed[AnthropicTool] | None = None

@@ -54,6 +54,10 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
                 f"The path {http.url.path[:80]} does not exist; /openapi.json lists all paths. Base URLs end in /v1 "
                 f"for clients of OpenAI's API, and omit /v1 for those of Anthropic's.",
             )
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"The method of {http.url.path[:80]} must be {allowed}, got {http.method}."
+            error = ApiError(405, message, headers=error.headers or {})
         return as_api_error(error).response(http.url.path)
 
     async def disconnected(http: Request, error: Exception) -> Response:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 ANTHROPIC_TYPES = {400: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"} | TYPES
-FIELD = re.compile(r"([a-z][\w.]*) (?:is|holds|names|for) ")
+FIELD = re.compile(r"([a-z][\w.]*) (?:is|must|holds|names|for) ")
 MAX_SHOWN = 60  # characters of a refused value
 
 
@@ -91,12 +91,12 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     param = ".".join(map(str, location)) or None
     name = param or "The body"
     if error["type"] == "missing":
-        return ApiError(400, f"{name} is missing; it must be given.", param=param)
+        return ApiError(400, f"{name} is missing; give it.", param=param)
     if error["type"] == "value_error":
         return ApiError(400, str(error["ctx"]["error"]), param=param)
     value = repr(error.get("input"))
     value = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}..."
-    return ApiError(400, f"{name} is {value}; it must be {limit_of(error)}.", param=param)
+    return ApiError(400, f"{name} must be {limit_of(error)}, got {value}.", param=param)
 
 
 def _is_type(part: object) -> bool:

@@ -25,7 +25,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/infill", responses=RESPONSES)
     async def infill(http: Request, body: InfillRequest) -> Response:
-        model = service.check_model(body.model) if body.model else service.model_names[0]
+        model = service.check_model(body.model)
         return await respond(http, service, [body.to_request()], InfillResponse(model, body), body.stream)
 
     return routes
@@ -42,8 +42,8 @@ class InfillRequest(GenerationSchema):
     unsupported = {}
 
     model: str = ""
-    input_prefix: str = ""
-    input_suffix: str = ""
+    input_prefix: str
+    input_suffix: str
     input_extra: Listed[InputExtra] = Field(default_factory=list, description="Parts of other files, in order.")
     prompt: str = Field("", description="Text of the middle that is already there.")
     n_predict: Annotated[int, Field(ge=-1, lt=2**31)] = MAX_TOKENS

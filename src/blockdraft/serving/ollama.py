@@ -42,8 +42,8 @@ def router(service: Service) -> APIRouter:
     started = datetime.now(timezone.utc)
 
     def check_model(name: str) -> str:
-        service.check_model(name.removesuffix(LATEST))
-        return name
+        model = service.check_model(name.removesuffix(LATEST))
+        return name or model
 
     def entry(name: str) -> dict[str, Any]:
         return {

@@ -132,7 +132,7 @@ class GenerationSchema(Schema):
         "modalities": (["text"],),
     }
 
-    model: Annotated[str, Field(min_length=1, description="A name that /v1/models lists.")]
+    model: str = Field(description="A name that /v1/models lists, or an empty text for the served model.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, _in_range("temperature", least=0)] | None = None

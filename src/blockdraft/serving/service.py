@@ -87,13 +87,19 @@ class Service:
         return context_of(self.backends.usual)
 
     def check_model(self, name: str) -> str:
-        """Return the model name for the response, or raise an ApiError (404) if no served model has this name."""
+        """Return the model name for the response. An empty name, as llama.vim sends it, is the served model.
+
+        Raises:
+            ApiError: No served model has this name (404).
+        """
+        if not name:
+            return self.model_names[0]
         if name in self.model_names or self.settings.any_model:
             return name
         raise ApiError(
             404,
-            f"model is {name[:80]!r}; it must be one of {', '.join(self.model_names)}. To take other names, start the "
-            f"server with --served-model-name or --any-model.",
+            f"model must be {' or '.join(self.model_names)}, got {name[:80]!r}. To take other names, start the server "
+            f"with --served-model-name or --any-model.",
             kind="invalid_request_error",
             code="model_not_found",
             param="model",

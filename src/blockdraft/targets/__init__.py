@@ -28,6 +28,7 @@ from blockdraft.targets.base import (
     TargetOutput,
     TargetText,
     embedding_and_head,
+    set_max_context,
     with_draft_vocab,
     without_tokenizer,
 )
@@ -110,8 +111,8 @@ def load_target(
         round_drafters: Whether to quantize the drafters of this target to the bits of its layers, or on a CPU to 8 bits
             if these compute in bfloat16; to fewer bits there if the drafter was trained for them (`qat_bits`).
             Outputs do not change; drafting gets faster, and slightly fewer tokens are accepted.
-        max_context: Maximum number of tokens of a sequence. None is the model's, with the factor by which its rotary
-            embeddings are scaled.
+        max_context: Maximum number of tokens of a sequence. None is the model's own, extended by its RoPE scaling.
+            Output beyond that is computed, with a warning, and may be poor.
         revision: Branch, tag or commit of a hub name; None is the latest of its main branch.
         adapter: Folder or hub name of a PEFT adapter, such as a LoRA, which is merged into the weights in the dtype of
             the arithmetic. It needs the package peft (`blockdraft[adapter]`).
@@ -173,7 +174,7 @@ def load_target(
             raise UsageError(f"{error} The other backend cannot run it, because {reason}.") from error
         target.backend_reason = None if reason is None else str(reason)
         if max_context is not None:
-            target.max_context = max_context
+            set_max_context(target, max_context)
         if exact:
             check_exact(target)
         return target

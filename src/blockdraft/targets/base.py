@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -22,6 +23,9 @@ from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+log = logging.getLogger(__name__)
 
 
 class NotCovered(ValueError):
@@ -228,6 +232,17 @@ def without_tokenizer(target: Target | TargetText) -> str:
     """Return the beginning of a message about a target without a tokenizer."""
     why = target.tokenizer_reason
     return "The target has no tokenizer" if why is None else f"The target has no tokenizer ({why})"
+
+
+def set_max_context(target: Target, tokens: int) -> None:
+    """Set the maximum number of tokens of a sequence. Warn if it is larger than the target's."""
+    if tokens > target.max_context:
+        log.warning(
+            "The context is set to %d tokens and the model's is %d; output beyond that may be poor.",
+            tokens,
+            target.max_context,
+        )
+    target.max_context = tokens
 
 
 def with_draft_vocab(target: Target, kept: Tensor) -> Target:

@@ -29,7 +29,7 @@ from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.plugins import runner_class
-from blockdraft.targets.base import LoadOptions, TargetOutput
+from blockdraft.targets.base import LoadOptions, TargetOutput, set_max_context
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
@@ -74,7 +74,8 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         generation_config=read.generation_config,
         source_fingerprint=read.source_fingerprint,
     )
-    target.max_context = options.max_context or target.max_context
+    if options.max_context is not None:
+        set_max_context(target, options.max_context)
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
     if captured:

@@ -163,11 +163,14 @@ class ChatRequest(GenerationSchema):
     alternatives = dict.fromkeys(("guided_json", "structured_outputs", "json_schema"), "response_format") | {
         "functions": "tools",
         "function_call": "tool_choice",
-        "n_predict": "max_tokens",
     }
+    unsupported = {name: neutral for name, neutral in GenerationSchema.unsupported.items() if name != "n_predict"}
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
+    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="llama.cpp's name of max_tokens; 0 only reads the prompt, as llama.vim asks, -1 is no limit."
+    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
@@ -208,9 +211,15 @@ class ChatRequest(GenerationSchema):
                 default_temperature, logprobs=(self.top_logprobs or 0) if self.logprobs else None, grammar=grammar
             ),
             n=self.n or 1,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=self.max_completion_tokens or self.max_tokens or self._num_predicted,
             speculation=self.speculation,
         )
+
+    @property
+    def _num_predicted(self) -> int | None:
+        if self.n_predict is None or self.n_predict < 0:
+            return None
+        return max(1, self.n_predict)  # the engine generates at least one token
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -237,6 +246,7 @@ class ChatResponse(ChoicesResponse):
     def __init__(self, service: Service, model: str, body: ChatRequest, requests: Sequence[GenerationRequest]) -> None:
         super().__init__(service, model, body, requests)
         self._logprobs = bool(body.logprobs)
+        self._no_output = body.n_predict == 0  # hides the one token that the engine generates
         self._text_tools = {tool.custom.name for tool in body.tools or () if tool.custom}
         self._choices: defaultdict[int, ChatChoice] = defaultdict(ChatChoice)
 
@@ -246,6 +256,8 @@ class ChatResponse(ChoicesResponse):
             delta = {"role": "assistant", "content": ""}
         elif isinstance(event, Finished):
             self._ends[index] = event
+        elif self._no_output:
+            return ()
         elif isinstance(event, ToolCall):
             call: dict[str, Any] = {"function": {"name": event.name, "arguments": event.arguments}}
             if event.name in self._text_tools:

@@ -53,7 +53,7 @@ class CompletionRequest(GenerationSchema):
 
     def to_requests(self, default_temperature: float) -> list[GenerationRequest]:
         """Return one request for each prompt."""
-        if not self.prompt:
+        if not self.prompt and not (self.suffix and self.prompt == ""):  # an infill may begin a text
             raise UsageError("prompt is empty; give at least one token.")
         params = self.to_sampling_params(
             default_temperature, logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None
