@@ -198,6 +198,17 @@ def test_the_memory_for_earlier_outputs_is_bounded() -> None:
     assert not known(outputs[-1], "one") and known(outputs[2], f"scope {scope}")
 
 
+def test_many_small_scopes_take_little_time() -> None:
+    state = observed([[1, 2, 3]])
+    began = time.perf_counter()
+    for scope in range(STORE_TOKENS // 2 + 2000):
+        DRAFTER.remember(state, f"scope {scope}", [1])
+    assert time.perf_counter() - began < 10
+    DRAFTER.remember(state, "last", FILE)
+    observed([FILE[:5]], state)
+    assert draft_tokens(state, FILE[5], 3, "last") == FILE[6:8]
+
+
 def test_looking_in_vain_takes_next_to_no_time() -> None:
     state = observed([list(range(1000, 3000))])
     DRAFTER.remember(state, "mine", list(range(5000, 9000)))
