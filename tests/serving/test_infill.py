@@ -122,6 +122,20 @@ def test_what_is_too_long_is_cut(coder_client: Client, coder: Engine) -> None:
     assert answer["tokens_evaluated"] <= context - 20 and answer["tokens_predicted"] > 0
 
 
+def test_a_long_file_leaves_room_for_an_infill_without_a_limit(coder_client: Client, coder: Engine) -> None:
+    text = "p" * 2 * coder.target.max_context
+    answer = infill(coder_client, input_prefix=text, n_predict=-1, logit_bias={token(coder, "q"): 100})
+    assert answer["tokens_predicted"] > 64
+    body = {"model": "coder", "prompt": text, "suffix": "s", "logit_bias": {token(coder, "q"): 100}}
+    assert len(coder_client.post("/v1/completions", body).json()["choices"][0]["text"]) > 64
+
+
+@pytest.mark.parametrize("field", [{"grammar": 'root ::= "a"'}, {"json_schema": {"type": "object"}}, {"n": 2}])
+def test_fields_that_would_change_an_infill_are_refused(coder_client: Client, field: dict[str, Any]) -> None:
+    answer = coder_client.post("/infill", {"input_prefix": "ab", "input_suffix": "yz", **field})
+    assert answer.status_code == 400 and f"{next(iter(field))} is not supported" in answer.json()["error"]["message"]
+
+
 def test_suffix_of_completions(coder_client: Client, coder: Engine) -> None:
     expected = coder.infill("ab", "yz", params=SamplingParams(12))
     body = {"model": "coder", "prompt": "ab", "suffix": "yz", "max_tokens": 12, "temperature": 0}
@@ -164,6 +178,8 @@ def test_an_infill_ends_before_a_line_of_less_indentation() -> None:
         assert push_all(limits, *texts) == "x = 1\n    y" and limits.ended
     limits = InfillLimits(None, 4)
     assert push_all(limits, "x\n\n    y\n") == "x\n\n    y\n" and not limits.ended
+    limits = InfillLimits(None, 4)
+    assert push_all(limits, "x\r\n\r\n    y\r\nz") == "x\r\n\r\n    y\r" and limits.ended
 
 
 def test_an_infill_ends_in_time_after_a_line_end() -> None:

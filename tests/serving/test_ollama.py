@@ -10,7 +10,10 @@ from scripted import ScriptedService, finished
 from serving_client import MODEL, Client
 
 from blockdraft.engine import Engine
+from blockdraft.serving.backends import Backends
 from blockdraft.serving.request import Chat, Infill, TextDelta, ToolCall
+from blockdraft.serving.service import Service
+from blockdraft.serving.settings import ServeSettings
 from blockdraft.types import SamplingParams
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -145,6 +148,11 @@ def test_models(client: Client, engine: Engine) -> None:
     assert client.post("/api/show", {"model": "other"}).status_code == 404
 
 
+def test_a_model_whose_own_name_ends_in_latest(engine: Engine) -> None:
+    client = Client(Service(Backends(engine), ServeSettings(served_model_name=("tiny:latest",))))
+    assert client.post("/api/show", {"model": "tiny:latest"}).status_code == 200
+
+
 def test_requests_to_load_and_unload(client: Client) -> None:
     assert ask(client, "/api/generate")["done_reason"] == "load"
     assert ask(client, "/api/generate", keep_alive=0)["done_reason"] == "unload"
@@ -158,6 +166,7 @@ def test_requests_to_load_and_unload(client: Client) -> None:
         ("/api/generate", {"model": MODEL, "prompt": "a", "template": "{{ .Prompt }}"}, "template is not supported"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "images": ["AA=="]}, "images is not supported"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "suffix": "b", "system": "c"}, "suffix excludes"),
+        ("/api/generate", {"model": MODEL, "prompt": "a", "raw": True, "system": "c"}, "system needs a chat template"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "suffix": "b"}, "no fill-in-the-middle tokens"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "options": {"top_p": 7}}, "top_p is 7"),
         ("/api/embed", {"model": MODEL, "input": "a"}, "embeds"),
