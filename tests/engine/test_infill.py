@@ -99,6 +99,24 @@ def test_what_is_too_long_is_cut_far_from_the_cursor(limit: int) -> None:
     assert ("old" in text) == (limit == 200)
 
 
+def test_the_last_extra_file_stays_longest() -> None:
+    tokenizer = with_tokens(QWEN)
+    extra = [ExtraFile("old", "o" * 30), ExtraFile("new", "n" * 20)]
+    whole, last = (infill_prompt(tokenizer, "ab", "yz", files) for files in (extra, extra[1:]))
+    assert infill_prompt(tokenizer, "ab", "yz", extra, max_tokens=len(whole)) == whole
+    assert infill_prompt(tokenizer, "ab", "yz", extra, max_tokens=len(whole) - 1) == last
+    assert infill_prompt(tokenizer, "ab", "yz", extra, max_tokens=len(last)) == last
+
+
+@pytest.mark.parametrize(
+    "lengths, kept", [((90, 1), (39, 1)), ((1, 90), (1, 39)), ((90, 90), (30, 10)), ((0, 90), (0, 40))]
+)
+def test_prefix_and_suffix_take_the_room_that_the_other_leaves(lengths: tuple[int, int], kept: tuple[int, int]) -> None:
+    tokenizer = with_tokens(QWEN)
+    prompt = infill_prompt(tokenizer, "x" * lengths[0], "y" * lengths[1], max_tokens=43)
+    assert spelled(tokenizer, prompt) == f"<|fim_prefix|>{'x' * kept[0]}<|fim_suffix|>{'y' * kept[1]}<|fim_middle|>"
+
+
 def test_what_is_too_long_for_the_cache_is_cut(tmp_path: Path, tiny_target_dir: Path) -> None:
     tokenizer = with_tokens(QWEN)
     config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
