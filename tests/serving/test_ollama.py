@@ -18,6 +18,8 @@ from blockdraft.types import SamplingParams
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
+CALL = {"function": {"name": "weather", "arguments": {"a": 1}}}
+
 
 def lines(answer: Any) -> list[Any]:
     assert answer.status_code == 200, answer.text
@@ -91,12 +93,27 @@ def test_options_reach_the_engine(engine: Engine) -> None:
     assert (params.presence_penalty, params.frequency_penalty) == (0.3, 0.4)
 
 
+@pytest.mark.parametrize("given, expected", [(-1, None), (-2, None), (0, 1), (1, 1), (None, None)])
+def test_negative_limits_are_none(engine: Engine, given: int | None, expected: int | None) -> None:
+    service = ScriptedService(engine, [TextDelta("x"), finished()])
+    body = {"model": MODEL, "prompt": "a", "options": {"num_predict": given}}
+    assert service.client().post("/api/generate", json=body).status_code == 200
+    assert service.requests[0].max_tokens == expected
+
+
+def test_infills_are_greedy_by_default(engine: Engine) -> None:
+    service = ScriptedService(engine, [TextDelta("x"), finished()], temperature=0.7)
+    for more in ({}, {"suffix": "b"}, {"suffix": "b", "options": {"temperature": 0.3}}):
+        service.client().post("/api/generate", json={"model": MODEL, "prompt": "a", **more})
+    assert [request.params.temperature for request in service.requests] == [0.7, 0.0, 0.3]
+
+
 def test_messages_tools_and_formats(engine: Engine) -> None:
     service = ScriptedService(engine, [TextDelta("thought", reasoning=True), TextDelta("x"), finished()])
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {"a": 1}}}]},
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [CALL]},
         {"role": "tool", "content": "rain", "tool_name": "weather"},
     ]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -110,7 +127,8 @@ def test_messages_tools_and_formats(engine: Engine) -> None:
     first, second, third, fourth = service.requests
     assert isinstance(first.prompt, Chat) and first.prompt.tools[0]["function"]["name"] == "weather"
     call = first.prompt.messages[2]["tool_calls"][0]["function"]
-    assert call == {"name": "weather", "arguments": {"a": 1}} and first.prompt.messages[3]["name"] == "weather"
+    assert call == CALL["function"] and first.prompt.messages[2]["reasoning_content"] == "Hm."
+    assert first.prompt.messages[3]["name"] == "weather"
     assert first.prompt.template["reasoning_effort"] == "low"
     assert isinstance(second.prompt, Chat) and second.prompt.template == {"enable_thinking": False}
     assert second.params.grammar is not None
@@ -155,7 +173,9 @@ def test_a_model_whose_own_name_ends_in_latest(engine: Engine) -> None:
 
 def test_requests_to_load_and_unload(client: Client) -> None:
     assert ask(client, "/api/generate")["done_reason"] == "load"
-    assert ask(client, "/api/generate", keep_alive=0)["done_reason"] == "unload"
+    for keep_alive in (0, "0", "0s", "0m"):
+        assert ask(client, "/api/generate", keep_alive=keep_alive)["done_reason"] == "unload"
+    assert ask(client, "/api/generate", keep_alive="5m")["done_reason"] == "load"
     assert ask(client, "/api/chat", messages=[])["message"]["content"] == ""
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from scripted import ScriptedService, finished
 from serving_client import MODEL, Client
+from starlette.testclient import TestClient
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.serving.app import make_app
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.request import TextDelta
 from blockdraft.serving.service import Service
@@ -80,6 +82,16 @@ def test_scopes_are_apart_by_key_and_off_by_a_setting(engine: Engine) -> None:
         service.client().post("/v1/chat/completions", json=body, headers=headers)
         scopes.append(service.requests[0].params.lookup_scope)
     assert scopes[3] is None and len(set(scopes)) == 4
+
+
+def test_scopes_are_apart_by_address(engine: Engine) -> None:
+    service = ScriptedService(engine, [TextDelta("x"), finished()])
+    app = make_app(service, service.settings)
+    for address in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
+        client = TestClient(app, base_url="http://127.0.0.1:8000", client=(address, 5000))
+        assert client.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES}).status_code == 200
+    first, second, third = (request.params.lookup_scope for request in service.requests)
+    assert first == third != second
 
 
 def test_long_keys_make_no_long_scopes(engine: Engine) -> None:
