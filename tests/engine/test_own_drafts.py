@@ -147,6 +147,21 @@ def test_sampled_answers_with_predictions_are_those_of_plain_decoding(target: Ta
         assert sum(completion.stats.accepted_prediction for completion in found) > 100
 
 
+@pytest.mark.parametrize("budget", [0, 12])
+def test_predictions_of_others_do_not_change_sampled_draft_tokens(
+    target: Target, tiny_drafter_dir: Path, plain: list[list[int]], budget: int
+) -> None:
+    """A number of draft tokens that depends on other requests would change the distribution."""
+    name = f"lookup+{tiny_drafter_dir}" if budget else tiny_drafter_dir
+    drafting = Drafting(None, budget, sampled=True)
+    params = [SamplingParams(60, 0.5, seed=i, ignore_eos=True, prediction=plain[i]) for i in range(4)]
+    wrong = [replace(p, prediction=[99, *range(100, 170)]) for p in params[1:]]
+    with Engine(target, load_drafter(name, target=target), drafting=drafting) as engine:
+        alone = engine.generate(PROMPTS[:1], params[:1])[0].token_ids
+        for others in (params[1:], wrong):
+            assert engine.generate(PROMPTS, [params[0], *others])[0].token_ids == alone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("others", "budget"), [("", 0), ("lookup+", 12)])
 def test_sampled_draft_tokens_beside_predictions_have_the_distribution_of_the_target(

@@ -107,7 +107,7 @@ def test_long_keys_make_no_long_scopes(engine: Engine) -> None:
 def test_choices_share_a_prediction(engine: Engine) -> None:
     with Engine(engine.target) as plain:
         client = Client(Service(Backends(plain), ServeSettings(served_model_name=(MODEL,))))
-        fields = {"max_tokens": 24, "n": 3, "seed": 1, "temperature": 1}
+        fields: dict[str, Any] = {"max_tokens": 24, "n": 3, "seed": 1, "temperature": 1}
         alone = client.chat(**fields)
         text = alone["choices"][1]["message"]["content"]
         answer = client.chat(**fields, prediction={"type": "content", "content": text})
