@@ -192,6 +192,23 @@ def test_counts_of_a_prediction_are_its_own(target: Target, plain: list[list[int
     assert wrong.token_ids == plain[0]
 
 
+def test_a_prediction_is_drafted_beside_a_request_that_ends_soon(target: Target, plain: list[list[int]]) -> None:
+    """All have as many nodes as the longest, and the KV slots of the short one are few."""
+    params = [SamplingParams(8, ignore_eos=True), SamplingParams(60, ignore_eos=True, prediction=plain[1])]
+    with Engine(target) as engine:
+        short, long = engine.generate(PROMPTS[:2], params)
+    assert [short.token_ids, long.token_ids] == [plain[0][:8], plain[1][:60]]
+    assert min(long.stats.drafted[:3]) > 0
+
+
+def test_tokens_that_a_grammar_forces_are_not_counted_as_predicted(target: Target) -> None:
+    params = SamplingParams(120, grammar=OBJECT, prediction=[99, 98])
+    with Engine(target) as engine:
+        completions = engine.generate(PROMPTS, params)
+    for completion in completions:
+        assert sum(completion.drafted) > 0 == completion.stats.accepted_prediction
+
+
 def test_a_prediction_behind_the_end_of_an_answer_is_not_accepted(target: Target, plain: list[list[int]]) -> None:
     params = SamplingParams(LENGTH_OF_ANSWERS, ignore_eos=True, prediction=plain[0])
     assert target.tokenizer is not None
