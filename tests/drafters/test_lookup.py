@@ -173,11 +173,14 @@ def test_a_chain_ends_where_a_further_draft_token_would_not_save_time() -> None:
 def test_earlier_outputs_of_the_same_scope_are_continued_and_no_others() -> None:
     state = observed([[1, 2, 3]])
     DRAFTER.remember(state, "mine", FILE)
+    DRAFTER.remember(state, "mine", [200, 201, 202])
     DRAFTER.remember(state, "other", [50, 51, 1, 2, 3, 52, 53])
     observed([FILE[5:15]], state)
     assert draft_tokens(state, FILE[15], 4, "mine") == FILE[16:19]
     assert draft_tokens(state, FILE[15], 4) == draft_tokens(state, FILE[15], 4, "other") == []
     assert draft_tokens(state, FILE[-1], scope="mine") == []  # an output ends there
+    end = DRAFTER.propose(state, torch.tensor([FILE[-1]]), plan(8, tree_budget=6, scope="mine"))
+    assert end.tokens.tolist() == [[FILE[-1]]]
     tree = DRAFTER.propose(state, torch.tensor([FILE[15]]), plan(8, tree_budget=6, scope="mine"))
     assert tree.tokens[0, 1:].tolist() == FILE[16:22]
 
@@ -196,6 +199,44 @@ def test_the_memory_for_earlier_outputs_is_bounded() -> None:
         for output in outputs[:3]:
             DRAFTER.remember(state, f"scope {scope}", output)
     assert not known(outputs[-1], "one") and known(outputs[2], f"scope {scope}")
+
+
+def test_the_end_of_a_very_long_output_is_kept() -> None:
+    state = observed([[1, 2, 3]])
+    DRAFTER.remember(state, "other", FILE)
+    output = list(range(1000, 1000 + 2 * STORE_TOKENS))
+    DRAFTER.remember(state, "mine", output)
+    assert draft_tokens(observed([output[-20:-10]], state), output[-10], 4, "mine") == output[-9:-6]
+    assert draft_tokens(observed([output[:10]], state), output[10], 4, "mine") == []
+    assert draft_tokens(observed([FILE[:10]], state), FILE[10], 4, "other") == FILE[11:14]
+
+
+def test_the_least_recently_used_scope_is_dropped() -> None:
+    state, count = observed([[1, 2, 3]]), STORE_TOKENS // (SCOPE_TOKENS // 4) - 1
+    outputs = [[scope * 10_000 + i for i in range(SCOPE_TOKENS // 4)] for scope in range(count + 2)]
+
+    def known(scope: int) -> bool:
+        output = outputs[scope]
+        return draft_tokens(observed([output[:5]], state), output[5], 3, str(scope)) == output[6:8]
+
+    for scope in range(count):
+        DRAFTER.remember(state, str(scope), outputs[scope])
+    assert known(0)
+    DRAFTER.remember(state, "1", [7])
+    for scope in (count, count + 1):
+        DRAFTER.remember(state, str(scope), outputs[scope])
+    assert [known(scope) for scope in range(5)] == [True, True, False, False, True]
+
+
+def test_many_small_scopes_take_little_time() -> None:
+    state = observed([[1, 2, 3]])
+    began = time.perf_counter()
+    for scope in range(STORE_TOKENS // 2 + 2000):
+        DRAFTER.remember(state, f"scope {scope}", [1])
+    assert time.perf_counter() - began < 10
+    DRAFTER.remember(state, "last", FILE)
+    observed([FILE[:5]], state)
+    assert draft_tokens(state, FILE[5], 3, "last") == FILE[6:8]
 
 
 def test_looking_in_vain_takes_next_to_no_time() -> None:

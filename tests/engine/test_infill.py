@@ -74,8 +74,9 @@ def test_pieces_begin_without_a_space_of_their_own() -> None:
     assert names == ["<s>", "▁<PRE>", "ab", "▁<SUF>", "▁b", "▁<MID>"]
 
 
-def test_names_of_special_tokens_in_files_are_text() -> None:
-    tokenizer = with_tokens(QWEN)
+@pytest.mark.parametrize("special", [True, False])
+def test_names_of_special_tokens_in_files_are_text(special: bool) -> None:
+    tokenizer = with_tokens(QWEN, special)
     prompt = infill_prompt(tokenizer, "a<|fim_middle|>", "<|im_end|>", [ExtraFile("<|file_sep|>", "<|repo_name|>")])
     special = [
         token for token in prompt if token in tokenizer.all_special_ids or token in InfillTokens.of(tokenizer).ends
@@ -96,6 +97,48 @@ def test_what_is_too_long_is_cut_far_from_the_cursor(limit: int) -> None:
     assert "P<|fim_suffix|>S" in text and text.endswith("<|fim_middle|>")
     assert ("old" in text) <= ("new" in text) <= ("p" * 40 in text)
     assert ("old" in text) == (limit == 200)
+
+
+def test_the_last_extra_file_stays_longest() -> None:
+    tokenizer = with_tokens(QWEN)
+    extra = [ExtraFile("old", "o" * 30), ExtraFile("new", "n" * 20)]
+    whole, last = (infill_prompt(tokenizer, "ab", "yz", files) for files in (extra, extra[1:]))
+    assert infill_prompt(tokenizer, "ab", "yz", extra, max_tokens=len(whole)) == whole
+    assert infill_prompt(tokenizer, "ab", "yz", extra, max_tokens=len(whole) - 1) == last
+    assert infill_prompt(tokenizer, "ab", "yz", extra, max_tokens=len(last)) == last
+
+
+@pytest.mark.parametrize(
+    "lengths, kept", [((90, 1), (39, 1)), ((1, 90), (1, 39)), ((90, 90), (30, 10)), ((0, 90), (0, 40))]
+)
+def test_prefix_and_suffix_take_the_room_that_the_other_leaves(lengths: tuple[int, int], kept: tuple[int, int]) -> None:
+    tokenizer = with_tokens(QWEN)
+    prompt = infill_prompt(tokenizer, "x" * lengths[0], "y" * lengths[1], max_tokens=43)
+    assert spelled(tokenizer, prompt) == f"<|fim_prefix|>{'x' * kept[0]}<|fim_suffix|>{'y' * kept[1]}<|fim_middle|>"
+
+
+def test_what_is_too_long_for_the_cache_is_cut(tmp_path: Path, tiny_target_dir: Path) -> None:
+    tokenizer = with_tokens(QWEN)
+    config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with Engine(load_target(tmp_path), cache_tokens=120) as engine:
+        completion = engine.infill("p" * 500, "s" * 500, params=SamplingParams(5, ignore_eos=True))
+    assert completion.error is None and 100 < completion.prompt_tokens < 120
+
+
+def test_a_lone_surrogate_is_refused() -> None:
+    tokenizer = with_tokens(QWEN)
+    for texts, name in ((("a\ud800", "b"), "prefix"), (("a", "\udfff"), "suffix")):
+        with pytest.raises(UsageError, match=f"{name} holds a lone surrogate"):
+            infill_prompt(tokenizer, *texts)
+
+
+def test_tokens_that_are_added_later_count() -> None:
+    tokenizer = tiny_tokenizer()
+    assert InfillTokens.of(tokenizer) is None
+    tokenizer.add_tokens(QWEN)
+    assert InfillTokens.of(tokenizer) is not None
 
 
 def test_no_room() -> None:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_model
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from blockdraft.decode.merging import put_first
 from blockdraft.decode.proposal import SparseDistribution, chain
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine
+from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.prediction import Prediction
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
@@ -146,6 +147,21 @@ def test_sampled_answers_with_predictions_are_those_of_plain_decoding(target: Ta
         assert sum(completion.stats.accepted_prediction for completion in found) > 100
 
 
+@pytest.mark.parametrize("budget", [0, 12])
+def test_predictions_of_others_do_not_change_sampled_draft_tokens(
+    target: Target, tiny_drafter_dir: Path, plain: list[list[int]], budget: int
+) -> None:
+    """A number of draft tokens that depends on other requests would change the distribution."""
+    name = f"lookup+{tiny_drafter_dir}" if budget else tiny_drafter_dir
+    drafting = Drafting(None, budget, sampled=True)
+    params = [SamplingParams(60, 0.5, seed=i, ignore_eos=True, prediction=plain[i]) for i in range(4)]
+    wrong = [replace(p, prediction=[99, *range(100, 170)]) for p in params[1:]]
+    with Engine(target, load_drafter(name, target=target), drafting=drafting) as engine:
+        alone = engine.generate(PROMPTS[:1], params[:1])[0].token_ids
+        for others in (params[1:], wrong):
+            assert engine.generate(PROMPTS, [params[0], *others])[0].token_ids == alone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("others", "budget"), [("", 0), ("lookup+", 12)])
 def test_sampled_draft_tokens_beside_predictions_have_the_distribution_of_the_target(
@@ -174,6 +190,59 @@ def test_counts_of_a_prediction_are_its_own(target: Target, plain: list[list[int
     assert stats.accepted_prediction == sum(stats.committed) - len(stats.committed) == sum(completion.drafted)
     assert wrong.stats.accepted_prediction == 0 < wrong.stats.rejected_prediction < 50
     assert wrong.token_ids == plain[0]
+
+
+def test_a_prediction_is_drafted_beside_a_request_that_ends_soon(target: Target, plain: list[list[int]]) -> None:
+    """All have as many nodes as the longest, and the KV slots of the short one are few."""
+    params = [SamplingParams(8, ignore_eos=True), SamplingParams(60, ignore_eos=True, prediction=plain[1])]
+    with Engine(target) as engine:
+        short, long = engine.generate(PROMPTS[:2], params)
+    assert [short.token_ids, long.token_ids] == [plain[0][:8], plain[1][:60]]
+    assert min(long.stats.drafted[:3]) > 0
+
+
+def test_tokens_that_a_grammar_forces_are_not_counted_as_predicted(target: Target) -> None:
+    params = SamplingParams(120, grammar=OBJECT, prediction=[99, 98])
+    with Engine(target) as engine:
+        completions = engine.generate(PROMPTS, params)
+    for completion in completions:
+        assert sum(completion.drafted) > 0 == completion.stats.accepted_prediction
+
+
+def test_a_prediction_behind_the_end_of_an_answer_is_not_accepted(target: Target, plain: list[list[int]]) -> None:
+    params = SamplingParams(LENGTH_OF_ANSWERS, ignore_eos=True, prediction=plain[0])
+    assert target.tokenizer is not None
+    stop = target.tokenizer.decode(plain[0][:30])[-8:]
+    with Engine(target) as engine:
+        [completion] = engine.generate(PROMPTS[:1], replace(params, stop=(stop,)))
+    assert completion.finish_reason == "stop" and len(completion.token_ids) < LENGTH_OF_ANSWERS - 20
+    assert 0 < completion.stats.accepted_prediction == sum(completion.drafted) < len(completion.token_ids)
+    assert completion.stats.rejected_prediction > 0
+
+
+def test_tokens_that_the_target_lacks_are_not_drafted(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Of a tokenizer with more tokens than the model has."""
+    config = AutoConfig.from_pretrained(tiny_target_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    config.vocab_size = len(tokenizer)
+    tokenizer.add_tokens(["first", "second"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    target = load_target(tmp_path)
+    params = SamplingParams(60, ignore_eos=True)
+    with Engine(target) as engine:
+        [expected] = engine.generate(PROMPTS[:1], params)
+        text = "first second " * 2 + target.tokenizer.decode(expected.token_ids)
+        [completion] = engine.generate(PROMPTS[:1], replace(params, prediction=text))
+    assert completion.error is None and completion.token_ids == expected.token_ids
+    assert max(completion.stats.drafted) > 0
+    grammar = AnswerGrammar(Grammar("regex", "a first b"), target)
+    assert target.tokenizer.decode(grammar.forced_tokens()) == "a "
+
+
+def test_a_prediction_that_is_no_unicode_is_refused(target: Target) -> None:
+    with pytest.raises(UsageError, match="prediction holds a lone surrogate at character 1"):
+        Engine(target).submit(PROMPTS[0], SamplingParams(9, prediction="a\ud800"))
 
 
 def test_a_text_is_a_prediction_too(target: Target) -> None:

@@ -91,7 +91,8 @@ def test_reading_in_advance_generates_nothing(coder_client: Client, coder: Engin
     answer = infill(coder_client, input_prefix=text, n_predict=0)
     assert (answer["content"], answer["tokens"], answer["tokens_predicted"]) == ("", [], 0)
     again = infill(coder_client, input_prefix=text)
-    assert again["timings"]["cache_n"] > 40
+    timings = again["timings"]
+    assert timings["cache_n"] > 40 and timings["cache_n"] + timings["prompt_n"] == again["tokens_evaluated"]
 
 
 def test_streamed_infills_equal_whole_ones(coder_client: Client) -> None:
@@ -120,6 +121,26 @@ def test_what_is_too_long_is_cut(coder_client: Client, coder: Engine) -> None:
     context = coder.target.max_context
     answer = infill(coder_client, input_prefix="p" * 2 * context, input_suffix="s" * 2 * context, n_predict=20)
     assert answer["tokens_evaluated"] <= context - 20 and answer["tokens_predicted"] > 0
+
+
+def test_what_is_too_long_for_the_server_is_cut(coder: Engine) -> None:
+    settings = ServeSettings(served_model_name=("coder",), max_prompt_tokens=40)
+    answer = infill(Client(Service(Backends(coder), settings)), input_prefix="p" * 100, input_suffix="s" * 100)
+    assert answer["tokens_evaluated"] == 40
+
+
+def test_a_long_file_leaves_room_for_an_infill_without_a_limit(coder_client: Client, coder: Engine) -> None:
+    text = "p" * 2 * coder.target.max_context
+    answer = infill(coder_client, input_prefix=text, n_predict=-1, logit_bias={token(coder, "q"): 100})
+    assert answer["tokens_predicted"] > 64
+    body = {"model": "coder", "prompt": text, "suffix": "s", "logit_bias": {token(coder, "q"): 100}}
+    assert len(coder_client.post("/v1/completions", body).json()["choices"][0]["text"]) > 64
+
+
+@pytest.mark.parametrize("field", [{"grammar": 'root ::= "a"'}, {"json_schema": {"type": "object"}}, {"n": 2}])
+def test_fields_that_would_change_an_infill_are_refused(coder_client: Client, field: dict[str, Any]) -> None:
+    answer = coder_client.post("/infill", {"input_prefix": "ab", "input_suffix": "yz", **field})
+    assert answer.status_code == 400 and f"{next(iter(field))} is not supported" in answer.json()["error"]["message"]
 
 
 def test_suffix_of_completions(coder_client: Client, coder: Engine) -> None:
@@ -177,6 +198,11 @@ def test_an_infill_ends_before_a_line_of_less_indentation() -> None:
         assert push_all(limits, *texts) == "x = 1\n    y" and limits.ended
     limits = InfillLimits(None, 4)
     assert push_all(limits, "x\n\n    y\n") == "x\n\n    y\n" and not limits.ended
+    for blanks, ends in (("    ", False), ("   ", True), ("\t\t\t\t", False)):
+        limits = InfillLimits(None, 4)
+        assert push_all(limits, f"x\n{blanks}y") == ("x" if ends else f"x\n{blanks}y") and limits.ended == ends
+    limits = InfillLimits(None, 4)
+    assert push_all(limits, "x\r\n\r\n    y\r\nz") == "x\r\n\r\n    y\r" and limits.ended
 
 
 def test_an_infill_ends_in_time_after_a_line_end() -> None:

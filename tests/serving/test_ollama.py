@@ -10,10 +10,15 @@ from scripted import ScriptedService, finished
 from serving_client import MODEL, Client
 
 from blockdraft.engine import Engine
+from blockdraft.serving.backends import Backends
 from blockdraft.serving.request import Chat, Infill, TextDelta, ToolCall
+from blockdraft.serving.service import Service
+from blockdraft.serving.settings import ServeSettings
 from blockdraft.types import SamplingParams
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+CALL = {"function": {"name": "weather", "arguments": {"a": 1}}}
 
 
 def lines(answer: Any) -> list[Any]:
@@ -88,12 +93,27 @@ def test_options_reach_the_engine(engine: Engine) -> None:
     assert (params.presence_penalty, params.frequency_penalty) == (0.3, 0.4)
 
 
+@pytest.mark.parametrize("given, expected", [(-1, None), (-2, None), (0, 1), (1, 1), (None, None)])
+def test_negative_limits_are_none(engine: Engine, given: int | None, expected: int | None) -> None:
+    service = ScriptedService(engine, [TextDelta("x"), finished()])
+    body = {"model": MODEL, "prompt": "a", "options": {"num_predict": given}}
+    assert service.client().post("/api/generate", json=body).status_code == 200
+    assert service.requests[0].max_tokens == expected
+
+
+def test_infills_are_greedy_by_default(engine: Engine) -> None:
+    service = ScriptedService(engine, [TextDelta("x"), finished()], temperature=0.7)
+    for more in ({}, {"suffix": "b"}, {"suffix": "b", "options": {"temperature": 0.3}}):
+        service.client().post("/api/generate", json={"model": MODEL, "prompt": "a", **more})
+    assert [request.params.temperature for request in service.requests] == [0.7, 0.0, 0.3]
+
+
 def test_messages_tools_and_formats(engine: Engine) -> None:
     service = ScriptedService(engine, [TextDelta("thought", reasoning=True), TextDelta("x"), finished()])
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {"a": 1}}}]},
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [CALL]},
         {"role": "tool", "content": "rain", "tool_name": "weather"},
     ]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -107,7 +127,8 @@ def test_messages_tools_and_formats(engine: Engine) -> None:
     first, second, third, fourth = service.requests
     assert isinstance(first.prompt, Chat) and first.prompt.tools[0]["function"]["name"] == "weather"
     call = first.prompt.messages[2]["tool_calls"][0]["function"]
-    assert call == {"name": "weather", "arguments": {"a": 1}} and first.prompt.messages[3]["name"] == "weather"
+    assert call == CALL["function"] and first.prompt.messages[2]["reasoning_content"] == "Hm."
+    assert first.prompt.messages[3]["name"] == "weather"
     assert first.prompt.template["reasoning_effort"] == "low"
     assert isinstance(second.prompt, Chat) and second.prompt.template == {"enable_thinking": False}
     assert second.params.grammar is not None
@@ -145,9 +166,16 @@ def test_models(client: Client, engine: Engine) -> None:
     assert client.post("/api/show", {"model": "other"}).status_code == 404
 
 
+def test_a_model_whose_own_name_ends_in_latest(engine: Engine) -> None:
+    client = Client(Service(Backends(engine), ServeSettings(served_model_name=("tiny:latest",))))
+    assert client.post("/api/show", {"model": "tiny:latest"}).status_code == 200
+
+
 def test_requests_to_load_and_unload(client: Client) -> None:
     assert ask(client, "/api/generate")["done_reason"] == "load"
-    assert ask(client, "/api/generate", keep_alive=0)["done_reason"] == "unload"
+    for keep_alive in (0, "0", "0s", "0m"):
+        assert ask(client, "/api/generate", keep_alive=keep_alive)["done_reason"] == "unload"
+    assert ask(client, "/api/generate", keep_alive="5m")["done_reason"] == "load"
     assert ask(client, "/api/chat", messages=[])["message"]["content"] == ""
 
 
@@ -158,6 +186,7 @@ def test_requests_to_load_and_unload(client: Client) -> None:
         ("/api/generate", {"model": MODEL, "prompt": "a", "template": "{{ .Prompt }}"}, "template is not supported"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "images": ["AA=="]}, "images is not supported"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "suffix": "b", "system": "c"}, "suffix excludes"),
+        ("/api/generate", {"model": MODEL, "prompt": "a", "raw": True, "system": "c"}, "system needs a chat template"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "suffix": "b"}, "no fill-in-the-middle tokens"),
         ("/api/generate", {"model": MODEL, "prompt": "a", "options": {"top_p": 7}}, "top_p must be at most 1, got 7."),
         ("/api/embed", {"model": MODEL, "input": "a"}, "embeds"),

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from scripted import ScriptedService, finished
 from serving_client import MODEL, Client
+from starlette.testclient import TestClient
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.serving.app import make_app
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.request import TextDelta
 from blockdraft.serving.service import Service
@@ -80,3 +82,33 @@ def test_scopes_are_apart_by_key_and_off_by_a_setting(engine: Engine) -> None:
         service.client().post("/v1/chat/completions", json=body, headers=headers)
         scopes.append(service.requests[0].params.lookup_scope)
     assert scopes[3] is None and len(set(scopes)) == 4
+
+
+def test_scopes_are_apart_by_address(engine: Engine) -> None:
+    service = ScriptedService(engine, [TextDelta("x"), finished()])
+    app = make_app(service, service.settings)
+    for address in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
+        client = TestClient(app, base_url="http://127.0.0.1:8000", client=(address, 5000))
+        assert client.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES}).status_code == 200
+    first, second, third = (request.params.lookup_scope for request in service.requests)
+    assert first == third != second
+
+
+def test_long_keys_make_no_long_scopes(engine: Engine) -> None:
+    """The names of thousands of scopes are kept."""
+    service = ScriptedService(engine, [TextDelta("x"), finished()])
+    for key in ("k" * 9000, "k" * 9001):
+        headers = {"authorization": f"Bearer {key}"}
+        service.client().post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES}, headers=headers)
+    scopes = {request.params.lookup_scope for request in service.requests}
+    assert len(scopes) == 2 and all(scope is not None and len(scope) < 100 for scope in scopes)
+
+
+def test_choices_share_a_prediction(engine: Engine) -> None:
+    with Engine(engine.target) as plain:
+        client = Client(Service(Backends(plain), ServeSettings(served_model_name=(MODEL,))))
+        fields: dict[str, Any] = {"max_tokens": 24, "n": 3, "seed": 1, "temperature": 1}
+        alone = client.chat(**fields)
+        text = alone["choices"][1]["message"]["content"]
+        answer = client.chat(**fields, prediction={"type": "content", "content": text})
+    assert answer["choices"] == alone["choices"]

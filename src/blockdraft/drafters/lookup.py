@@ -65,6 +65,7 @@ class ScopeStore:
 
     def __init__(self) -> None:
         self._scopes: OrderedDict[str, list[SuffixIndex]] = OrderedDict()  # least recently used first
+        self._num_tokens = 0  # of all scopes
 
     def add(self, scope: str, tokens: Sequence[int]) -> None:
         """Add an output. The least recently used scopes are dropped if there are more than `STORE_TOKENS`."""
@@ -72,11 +73,14 @@ class ScopeStore:
         self._scopes.move_to_end(scope)
         tokens = tokens[-SCOPE_TOKENS // 2 + 1 :]
         if len(indexes[-1].tokens) + len(tokens) >= SCOPE_TOKENS // 2:
+            self._num_tokens -= sum(len(index.tokens) for index in indexes[:-1])
             indexes[:] = [indexes[-1], SuffixIndex()]
         for token in (*tokens, SEPARATOR):
             indexes[-1].append(token)
-        while sum(len(index.tokens) for indexes in self._scopes.values() for index in indexes) > STORE_TOKENS:
-            self._scopes.popitem(last=False)
+        self._num_tokens += len(tokens) + 1
+        while self._num_tokens > STORE_TOKENS:
+            _, oldest = self._scopes.popitem(last=False)
+            self._num_tokens -= sum(len(index.tokens) for index in oldest)
 
     def indexes(self, scope: str | None) -> Sequence[SuffixIndex]:
         """Return the indexes of a scope, the newest first."""

@@ -206,7 +206,8 @@ class Engine:
         """
         tokenizer = self.target.tokenizer
         params = infill_params(tokenizer, params or SamplingParams())
-        room = self.target.max_context - params.max_new_tokens
+        context = min(self.target.max_context, self.cache_tokens - self.slots_behind)
+        room = context - params.max_new_tokens
         return self.generate([infill_prompt(tokenizer, prefix, suffix, extra, max_tokens=room)], params)[0]
 
     def stream(

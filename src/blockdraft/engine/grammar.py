@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -56,7 +57,8 @@ class AnswerGrammar:
     def forced_tokens(self) -> list[int]:
         """Return the tokens that the answer must go on with, in the tokenizer's own division of the text."""
         tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens
+        # A tokenizer may know tokens that the target lacks.
+        return list(takewhile(lambda token: token < self._vocab_size, tokens))
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the tokens that may follow the answer and `tokens`, `[V]` bool on the CPU.

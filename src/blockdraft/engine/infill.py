@@ -8,10 +8,14 @@ else as plain text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
+from blockdraft.engine.text import check_unicode
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
 
@@ -50,6 +54,7 @@ class InfillTokens:
         repository, separator: Ids of the tokens before the names of a repository and of a file; None if unknown.
         ends: Ids that end an infill.
         shown: Texts of those that decoding does not skip.
+        names: Texts of all of them.
     """
 
     prefix: int
@@ -59,12 +64,21 @@ class InfillTokens:
     separator: int | None
     ends: tuple[int, ...]
     shown: tuple[str, ...]
+    names: tuple[str, ...]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None) -> InfillTokens | None:
         """Return the infill tokens of a tokenizer, or None if it has none."""
         if tokenizer is None:
             return None
+        size, tokens = _infill_tokens.get(tokenizer, (0, None))
+        if size != len(tokenizer):  # reading a large vocabulary takes a tenth of a second
+            tokens = cls._read(tokenizer)
+            _infill_tokens[tokenizer] = len(tokenizer), tokens
+        return tokens
+
+    @classmethod
+    def _read(cls, tokenizer: PreTrainedTokenizerBase) -> InfillTokens | None:
         vocabulary = tokenizer.get_vocab()
 
         def find(part: str, spellings: Sequence[str]) -> str | None:
@@ -89,7 +103,11 @@ class InfillTokens:
             separator=None if separator is None else vocabulary[separator],
             ends=tuple(ends),
             shown=tuple(name for id, name in ends.items() if id not in added or not added[id].special),
+            names=tuple(ends.values()),
         )
+
+
+_infill_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, InfillTokens | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -121,7 +139,8 @@ def infill_prompt(
             files, then the beginning of the prefix and the end of the suffix. The prefix keeps three quarters.
 
     Raises:
-        UsageError: The model was not trained to fill in the middle, or `max_tokens` leaves no room.
+        UsageError: The model was not trained to fill in the middle, `max_tokens` leaves no room, or a text is not valid
+            Unicode.
     """
     marks = InfillTokens.of(tokenizer)
     if marks is None or tokenizer is None:
@@ -129,22 +148,28 @@ def infill_prompt(
             "The target has no fill-in-the-middle tokens, so it cannot use a suffix; use a code model such as "
             "Qwen2.5-Coder, or leave out the suffix."
         )
+
+    def plain(name: str, text: str) -> list[int]:
+        check_unicode(name, text)
+        return _plain(tokenizer, text, marks.names)
+
     beginning = _beginning(tokenizer)
-    before, behind, continued = (_plain(tokenizer, text) for text in (prefix, suffix, begun))
+    before, behind, continued = plain("prefix", prefix), plain("suffix", suffix), plain("begun", begun)
     header: list[int] = []
     if extra and marks.repository is not None and marks.separator is not None:
-        header = [marks.repository, *_plain(tokenizer, f"{repository}\n")]
-        files = [[marks.separator, *_plain(tokenizer, f"{file.name}\n{file.text}\n")] for file in extra]
-        header_end = [marks.separator, *_plain(tokenizer, f"{name}\n")]
+        header = [marks.repository, *plain("repository", f"{repository}\n")]
+        files = [[marks.separator, *plain("extra", f"{file.name}\n{file.text}\n")] for file in extra]
+        header_end = [marks.separator, *plain("name", f"{name}\n")]
     else:
-        files = [_plain(tokenizer, f"{file.text}\n\n") for file in extra]
+        files = [plain("extra", f"{file.text}\n\n") for file in extra]
         header_end = []
     if max_tokens is not None:
         room = max_tokens - len(beginning) - 3 - len(continued)
         if room < 1:
             raise UsageError(
                 f"The context leaves {max_tokens} tokens for the prompt of an infill, and its frame takes "
-                f"{len(beginning) + 3 + len(continued)}; ask for fewer new tokens."
+                f"{len(beginning) + 3 + len(continued)}; ask for fewer new tokens, or shorten what the middle begins "
+                f"with."
             )
         of_suffix = min(len(behind), max(room // 4, room - len(before)))
         before, behind = before[max(0, len(before) - (room - of_suffix)) :], behind[:of_suffix]
@@ -176,20 +201,26 @@ def infill_params(tokenizer: PreTrainedTokenizerBase | None, params: SamplingPar
     )
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode a text that continues another one. Names of special tokens in it are text."""
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str, names: Sequence[str]) -> list[int]:
+    """Encode a text that continues another one. Names of special tokens, and these names, are text in it."""
 
     def encode(text: str) -> list[int]:
         encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return list(cast("list[int]", encoded))
 
-    if not text:
-        return []
     line_end = encode("\n")
-    if len(line_end) == 1:
-        return encode(text)
-    # SentencePiece puts a space before every text. Take it from before a line end in front.
-    return encode("\n" + text)[len(line_end) :]
+    ids = list[int]()
+    # Infill tokens need not be special, as in Qwen2.5-Coder. A name that is cut in two is none.
+    for part in filter(None, _cuts(tuple(names)).split(text)):
+        # SentencePiece puts a space before every text. Take it from before a line end in front.
+        ids += encode(part) if len(line_end) == 1 else encode("\n" + part)[len(line_end) :]
+    return ids
+
+
+@lru_cache(maxsize=16)
+def _cuts(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of the places behind the first character of each name."""
+    return re.compile("|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names))
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:

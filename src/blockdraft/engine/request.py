@@ -113,6 +113,7 @@ class Request:
 
         Args:
             num_drafted: Its own draft tokens, which are the first nodes behind the anchor.
+            path: The nodes whose tokens the answer has.
         """
         if self._drafts_prediction:
             accepted = sum(0 < node <= num_drafted for node in path)

@@ -247,7 +247,7 @@ class Runner:
                     request.stats.committed.append(count)
                     request.stats.drafted.append(max_depth[i])
                     if own[i]:
-                        request.count_own_draft(len(own[i]), paths[i])
+                        request.count_own_draft(len(own[i]), paths[i][: 1 + count])
             timer.mark(BOOKKEEPING)
             if plan.block_size == proposal.tokens.size(1) == 1 and not invalid:
                 self._pending.append((proposal.tokens, output.hidden_states))

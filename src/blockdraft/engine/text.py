@@ -107,16 +107,33 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
         )
     if params.stop and target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so it cannot stop at a text; use stop_token_ids.")
-    if isinstance(params.prediction, str) and params.prediction and target.tokenizer is None:
+
+
+def encode_prediction(prediction: str | Sequence[int], target: Target) -> list[int]:
+    """Return the token ids of a prediction, at most as many as the context holds.
+
+    Tokens that the tokenizer knows and the target lacks are left out.
+
+    Raises:
+        UsageError: The prediction is a text that cannot be encoded.
+    """
+    if not isinstance(prediction, str):
+        return list(prediction[: target.max_context])
+    if not prediction:
+        return []
+    if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so a prediction must be a list of token ids.")
+    check_unicode("prediction", prediction)
+    ids = cast("list[int]", target.tokenizer(prediction, add_special_tokens=False)["input_ids"])
+    return [token for token in ids if token < target.vocab_size][: target.max_context]
 
 
-def encode_prediction(prediction: str | Sequence[int], target: Target | TargetText) -> list[int]:
-    """Return the token ids of a checked prediction, without special tokens."""
-    if isinstance(prediction, str) and prediction:
-        assert target.tokenizer is not None, "checked by check_request"
-        return list(cast("list[int]", target.tokenizer(prediction, add_special_tokens=False)["input_ids"]))
-    return [] if isinstance(prediction, str) else list(prediction)
+def check_unicode(name: str, text: str) -> None:
+    """Raise a UsageError if a text holds a lone surrogate, which no tokenizer encodes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} holds a lone surrogate at character {error.start}; give valid Unicode.") from error
 
 
 def end_token_ids(params: SamplingParams, target: Target) -> frozenset[int]:

@@ -39,7 +39,12 @@ class InputExtra(Schema):
 class InfillRequest(GenerationSchema):
     """Request of /infill. Fields of llama.cpp that change only how it computes are ignored."""
 
-    unsupported = {}
+    unsupported = {
+        **{name: neutral for name, neutral in GenerationSchema.unsupported.items() if name != "n_predict"},
+        "n": (1,),
+        "max_tokens": (),
+    }
+    alternatives = {"max_tokens": "n_predict"}
 
     model: str = ""
     input_prefix: str

@@ -32,7 +32,7 @@ class InfillLimits:
         for character in text:
             if character == "\n":
                 shown, self._held, self._line_begun = shown + self._held, character, True
-            elif self._held and character in " \t":
+            elif self._held and character in " \t\r":
                 self._held += character
             elif self._held and len(self._held) - 1 < self._min_indent:
                 self._held, self.ended = "", True

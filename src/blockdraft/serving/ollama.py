@@ -42,6 +42,8 @@ def router(service: Service) -> APIRouter:
     started = datetime.now(timezone.utc)
 
     def check_model(name: str) -> str:
+        if name in service.model_names:
+            return name
         model = service.check_model(name.removesuffix(LATEST))
         return name or model
 
@@ -228,6 +230,8 @@ class GenerateRequest(OllamaSchema):
             return self._request(service, Infill(prefix=self.prompt, suffix=self.suffix))
         tokenizer = service.backends.usual.target.tokenizer
         if self.raw or tokenizer is None or tokenizer.chat_template is None:
+            if self.system:
+                raise UsageError("system needs a chat template, which raw skips and some targets lack; leave it out.")
             return self._request(service, self.prompt)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt})

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_rendered, render_chat
 from blockdraft.engine import Engine, infill_params, infill_prompt
-from blockdraft.engine.text import encode_text
+from blockdraft.engine.text import encode_prediction, encode_text
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.infill_limits import InfillLimits
@@ -20,6 +20,7 @@ from blockdraft.serving.tool_calls.formats import THINK, THINK_END
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
 
+INFILL_TOKENS = 256  # room for an infill whose request names no `max_tokens`
 RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "messages"}
 RESERVED |= {"add_generation_prompt", "continue_final_message", "return_tensors", "return_assistant_tokens_mask"}
 
@@ -61,7 +62,7 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
         content = params.grammar
         params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, content))
     elif isinstance(prompt, Infill):
-        room = context_of(engine) - min(request.max_tokens or 1, context_of(engine) // 2)
+        room = context_of(engine) - min(request.max_tokens or INFILL_TOKENS, context_of(engine) // 2)
         ids = infill_prompt(
             tokenizer_of(engine.target),
             prompt.prefix,
@@ -76,7 +77,8 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     else:
         ids = prompt
     limit, clipped = _token_limit(request, settings, context_of(engine), len(ids))
-    params = replace(params, max_new_tokens=limit)
+    # Encoded once for all choices.
+    params = replace(params, max_new_tokens=limit, prediction=encode_prediction(params.prediction, engine.target))
     choices = []
     for index in range(request.n):
         seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS

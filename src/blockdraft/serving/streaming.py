@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import anyio
@@ -108,9 +109,10 @@ async def respond(
 
 
 def _scope(http: Request) -> str:
-    """Return the name of a client, whose earlier outputs `lookup` may draft from: its address and key."""
+    """Return the name of a client, whose earlier outputs `lookup` may draft from: a digest of its address and key."""
     host = http.client.host if http.client else ""
-    return f"{host} {http.headers.get('authorization', '')} {http.headers.get('x-api-key', '')}"
+    keys = [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
+    return sha256(json.dumps([host, *keys]).encode()).hexdigest()  # headers may be long, and thousands are kept
 
 
 async def _complete(service: Service, requests: Sequence[GenerationRequest], response: ApiResponse) -> dict[str, Any]:
