@@ -255,11 +255,12 @@ def _download(wheel: Wheel, work: Path, progress: Callable[[int], None]) -> None
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of the files in a folder, some of which may vanish meanwhile."""
+    """Return the bytes of the files in a folder, some of which may vanish meanwhile, like folders."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # unlike `rglob`, it passes over folders that vanish
+        for name in names:
+            with suppress(OSError):
+                total += os.path.getsize(os.path.join(parent, name))
     return total
 
 
