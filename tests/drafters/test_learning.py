@@ -27,7 +27,7 @@ FLAGS |= {"objective": "decay=0.5,forward_kl=0.5", "trackers": ""}
 def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
     name: str, tmp_path: Path, tiny_target_dir: Path, answered: Any
 ) -> None:
-    """Trained from features on disk, where the target's last hidden state is both the input and the teacher."""
+    """Trained from hidden states on disk, where the target's last hidden state is both the input and the teacher."""
     target, data = load_target(tiny_target_dir, device="cpu"), read_data(answered.folder)
     plan_hidden_states(tmp_path / "hidden_states", target, data, (target.num_layers,), HiddenStateSettings()).write()
     kind, out = find_variant(name).recipe_class, tmp_path / "drafter"

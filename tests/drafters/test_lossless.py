@@ -215,7 +215,7 @@ def test_a_cached_prefix_changes_nothing(target: Target, drafter: Drafter) -> No
 
 
 def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int]]) -> None:
-    """Let a drafter observe these tokens, with features that depend on the tokens alone."""
+    """Let a drafter observe these tokens, with hidden states that depend on the tokens alone."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
     hidden_states = target.embed(tokens).repeat(1, 1, len(drafter.target_layers)) if drafter.target_layers else None

@@ -22,8 +22,6 @@ from blockdraft.engine.text import (
     begun,
     check_request,
     encode,
-    text_context,
-    token_offsets,
 )
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, load_target
@@ -208,20 +206,6 @@ def test_text_is_what_the_answer_adds_to_its_prompt(prompt: list[str], answer: l
     stopped = AnswerText(tokenizer, (expected,), token_ids=added, prompt=ids)
     stopped.read()
     assert stopped.stopped and stopped.shown == ""
-
-
-def test_offsets_count_whole_characters(target: Target) -> None:
-    """Positions of tokens never go back, and half a character counts nothing."""
-    assert target.tokenizer is not None
-    text = "aß€\U0001f600 end"
-    ids = list(target.tokenizer(text)["input_ids"])
-    offsets = token_offsets(TextStream(target.tokenizer), ids, begin=10)
-    starts = [10 + len(target.tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
-    assert offsets == starts == sorted(starts)
-    pieces = sentencepiece()
-    ids = list(pieces.convert_tokens_to_ids(["▁one", "▁two", "▁one"]))
-    assert token_offsets(TextStream(pieces), ids) == [0, 3, 7]
-    assert token_offsets(TextStream(pieces, text_context(pieces, ids)), ids, 11) == [11, 15, 19]
 
 
 class Spelling(PreTrainedTokenizer):

@@ -94,7 +94,7 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
     for column in table.columns[1:]:
         column.no_wrap = True
     for check in diagnosis.tried:
-        table.add_row(check.told, f"{check.accepted:.2f}", _percents(check.by_position))
+        table.add_row(check.assumption, f"{check.accepted:.2f}", _percents(check.by_position))
     console.print(table)
     fault = f"Fault: {diagnosis.fault}. " if diagnosis.fault else ""
     console.print(f"\n{fault}{diagnosis.finding} {diagnosis.remedy}")

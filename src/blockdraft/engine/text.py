@@ -470,19 +470,6 @@ def text_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> l
     return []
 
 
-def token_offsets(stream: TextStream, token_ids: Sequence[int], begin: int = 0) -> list[int]:
-    """Push tokens into a stream, and return the position at which the text of each begins, in whole characters.
-
-    Args:
-        begin: Characters of the text before the tokens.
-    """
-    offsets = []
-    for token in token_ids:
-        offsets.append(begin)
-        begin += len(stream.push([token])[0])
-    return offsets
-
-
 def _text_of(values: bytes | bytearray) -> str:
     """Decode the whole characters of a run of bytes. Return nothing if a byte is invalid."""
     try:

@@ -131,7 +131,7 @@ def target_layers_of(count: int, seed: int) -> Tensor:
 
 
 def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], target_layers: list[Tensor]) -> None:
-    """Let the drafter observe; rows are padded with tokens and features that must leave no trace."""
+    """Let the drafter observe; rows are padded with tokens and hidden states that must leave no trace."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
     hidden_states = torch.stack([torch.cat([one, target_layers_of(longest - len(one), 9)]) for one in target_layers])
@@ -272,7 +272,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
 
 
 def test_an_empty_sequence_gets_draft_tokens(drafter: Eagle3Drafter) -> None:
-    """Numbers that an earlier row has left in its slots are not read as features."""
+    """Numbers that an earlier row has left in its slots are not read as hidden states."""
     state, plan = drafter.new_state(1, 20), ChainPlan(6, [SamplingParams()])
     first = drafter.propose(state, torch.tensor([40]), plan).tokens
     observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])

@@ -172,7 +172,7 @@ def answers(target: Target, tmp_path: Path) -> Iterator[tuple[TokenData, list[An
 def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     answers: tuple[TokenData, list[Any], list[Any], list[Any]], target: Target, tmp_path: Path
 ) -> None:
-    """Trained from a folder of features; decodes with chains, trees and sampled draft tokens."""
+    """Trained from a folder of hidden states; decodes with chains, trees and sampled draft tokens."""
     data, prompts, params, plain = answers
     plan_hidden_states(
         tmp_path / "hidden_states", target, data, (0, 1, 2, 3), HiddenStateSettings(dtype="float32")

@@ -30,7 +30,7 @@ def drafter(target: Target, tiny_flow_dir: Path) -> FlowDrafter:
 
 
 def observed(drafter: FlowDrafter, batch: int = 1, length: int = CONTEXT) -> object:
-    """State after a context of random features, the same for all rows."""
+    """State after a context of random hidden states, the same for all rows."""
     hidden_states = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(3)).expand(batch, -1, -1)
     state = drafter.new_state(batch, 40)
     drafter.observe(state, torch.zeros(batch, length, dtype=torch.long), hidden_states, [length] * batch)

@@ -99,7 +99,7 @@ def test_target_layers_off_by_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "fault", "told"),
+    ("changes", "fault", "assumption"),
     [
         (
             {
@@ -121,17 +121,17 @@ def test_target_layers_off_by_one(
     ids=["window", "mask", "rope"],
 )
 def test_a_wrong_configuration(
-    target: Target, broken: Callable[..., Path], changes: dict[str, Any], fault: str, told: str
+    target: Target, broken: Callable[..., Path], changes: dict[str, Any], fault: str, assumption: str
 ) -> None:
     found = diagnosis(target, broken(**changes))
-    told = told.format(mask=read_config(DRAFTER).mask_token_id)
-    assert found.fault == fault and told in found.finding and found.remedy
+    assumption = assumption.format(mask=read_config(DRAFTER).mask_token_id)
+    assert found.fault == fault and assumption in found.finding and found.remedy
     assert found.alike == 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("is_wrong", "fault", "told"),
+    ("is_wrong", "fault", "assumption"),
     [
         (lambda kind: not kind.causal, "causality", "full attention, causal inside a block"),
         (lambda kind: kind.window is None, "window", "a sliding window of 32 tokens"),
@@ -139,7 +139,11 @@ def test_a_wrong_configuration(
     ids=["causality", "a window that was dropped"],
 )
 def test_attention_that_was_trained_otherwise(
-    target: Target, monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[LayerAttention], bool], fault: str, told: str
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    is_wrong: Callable[[LayerAttention], bool],
+    fault: str,
+    assumption: str,
 ) -> None:
     """Networks that compute wrong numbers if their layers attend as in the configuration."""
     through = DFlashNetwork.through_layers
@@ -149,7 +153,7 @@ def test_attention_that_was_trained_otherwise(
 
     monkeypatch.setattr(DFlashNetwork, "through_layers", spoilt)
     found = diagnosis(target, DRAFTER)
-    assert found.fault == fault and told in found.finding and found.remedy
+    assert found.fault == fault and assumption in found.finding and found.remedy
 
 
 @pytest.mark.slow
@@ -225,7 +229,10 @@ def test_checks_are_different_and_possible() -> None:
 
 def test_small_gains_are_no_fault() -> None:
     config = read_config(DRAFTER)
-    usual, other = Check(config, told="usual"), Check(config, fault="target_layers", told="other", remedy="do this")
+    usual, other = (
+        Check(config, assumption="usual"),
+        Check(config, fault="target_layers", assumption="other", remedy="do this"),
+    )
     acceptance_prob = torch.Generator().manual_seed(0)
     runs = [(torch.rand(60, 1, generator=acceptance_prob) < share).long() for share in (0.5, 0.6)]
     assert conclude([usual, other], runs, [1], [1], 1.0, None)[0] is None

@@ -61,7 +61,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
     """Drafters trained in a given convention.
 
     Args (of what it returns):
-        lag: Of the features, as in `Check`.
+        lag: Of the hidden states, as in `Check`.
         early: By how many tokens each draft token comes too early.
         target_layers: That are read.
         changes: Fields of its configuration.
@@ -168,7 +168,7 @@ LEARNED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "how", "fault", "told"), LEARNED)
+@pytest.mark.parametrize(("kind", "how", "fault", "assumption"), LEARNED)
 def test_learned_otherwise(
     target: Target,
     learned: Callable[..., Checkpoint],
@@ -176,10 +176,10 @@ def test_learned_otherwise(
     kind: str,
     how: dict[str, Any],
     fault: str,
-    told: str,
+    assumption: str,
 ) -> None:
     found = diagnosis(target, write(kind, learned(kind, **how)))
-    assert found.fault == fault and told in found.finding and found.remedy, found
+    assert found.fault == fault and assumption in found.finding and found.remedy, found
 
 
 WRITTEN = [
@@ -192,7 +192,7 @@ WRITTEN = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "how", "changes", "fault", "told"), WRITTEN)
+@pytest.mark.parametrize(("kind", "how", "changes", "fault", "assumption"), WRITTEN)
 def test_a_wrong_configuration(
     target: Target,
     learned: Callable[..., Checkpoint],
@@ -201,10 +201,10 @@ def test_a_wrong_configuration(
     how: dict[str, Any],
     changes: dict[str, Any],
     fault: str,
-    told: str,
+    assumption: str,
 ) -> None:
     found = diagnosis(target, write(kind, learned(kind, **how), **changes))
-    assert found.fault == fault and told in found.finding and found.remedy, found
+    assert found.fault == fault and assumption in found.finding and found.remedy, found
 
 
 @pytest.mark.slow
@@ -215,20 +215,20 @@ def test_halves_in_the_other_order(target: Target, learned: Callable[..., Checkp
         (write("mtp", learned("mtp")), ["mtp.fc.weight"]),
     ):
         found = diagnosis(target, rewrite(folder, swap(*those)))
-        assert found.fault == "order" and "inputs of feature and embedding" in found.finding, found
+        assert found.fault == "order" and "inputs of hidden state and embedding" in found.finding, found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrong", "told"), [(1, "d2t one less"), (-1, "d2t one more")])
+@pytest.mark.parametrize(("wrong", "assumption"), [(1, "d2t one less"), (-1, "d2t one more")])
 def test_a_wrong_vocabulary(
-    target: Target, learned: Callable[..., Checkpoint], write: Learn, wrong: int, told: str
+    target: Target, learned: Callable[..., Checkpoint], write: Learn, wrong: int, assumption: str
 ) -> None:
     def off(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["t2d"]  # which would tell
         tensors["d2t"] += wrong
 
     found = diagnosis(target, rewrite(write("eagle3", learned("eagle3")), off))
-    assert found.fault == "vocabulary" and told in found.finding and "Write d2t anew" in found.remedy, found
+    assert found.fault == "vocabulary" and assumption in found.finding and "Write d2t anew" in found.remedy, found
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_checks_are_different_and_possible(
     for folder in (tiny_eagle3_dir, tiny_mtp_dir, tiny_medusa_dir, tiny_drafter_dir):
         checker, _ = checker_of(folder, target)
         known = list(checker.checks(100))
-        assert known[0].fault == "" and len({one.told for one in known}) == len(known)
+        assert known[0].fault == "" and len({one.assumption for one in known}) == len(known)
         faults[folder.name] = {one.fault for one in known} - {""}
         text = [(torch.arange(5, 25), [8, 15])]
         shapes = {tuple(checker.right(one, text).shape) for one in known}

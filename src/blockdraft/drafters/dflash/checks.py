@@ -126,17 +126,17 @@ def checks(
     yield Check(config)
     yield from neighbour_target_layers(config)
     for slot in {0, 1, 2} - {first_slot}:
-        told = f"position {slot} drafts the token after the anchor, instead of position {first_slot}"
+        assumption = f"position {slot} drafts the token after the anchor, instead of position {first_slot}"
         remedy = (
             "Give the drafter the architecture, or the shift_label and sample_from_anchor, that it was trained with: "
             "position 0 drafts first in DSpark, position 1 in DFlash."
         )
-        yield Check(config, fault="shift", told=told, remedy=remedy, shift=first_slot - slot)
+        yield Check(config, fault="shift", assumption=assumption, remedy=remedy, shift=first_slot - slot)
     for token in masks:
         if token != config.mask_token_id:
-            told = f"mask token {token} in place of {config.mask_token_id}"
+            assumption = f"mask token {token} in place of {config.mask_token_id}"
             remedy = f"Set mask_token_id in config.json to {token}."
-            yield Check(replace(config, mask_token_id=token), fault="mask", told=told, remedy=remedy)
+            yield Check(replace(config, mask_token_id=token), fault="mask", assumption=assumption, remedy=remedy)
     yield from _attention(config, longest)
     yield from rope(config, shape)
     yield from precision(config, dtype)
@@ -165,15 +165,15 @@ def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
             remedy = "Write layer_types, sliding_window and is_causal into config.json as it was trained."
             fault = "causality" if same_windows else "window"
             yield Check(
-                replace(config, layers=layers), fault=fault, told=f"{where}, {how} inside a block", remedy=remedy
+                replace(config, layers=layers), fault=fault, assumption=f"{where}, {how} inside a block", remedy=remedy
             )
     for causal in (False, True):
         layers = tuple(replace(layer, causal=causal) for layer in config.layers)
         if layers not in seen:
             seen.add(layers)
-            told = f"the same windows, {'causal' if causal else 'bidirectional'} inside a block"
+            assumption = f"the same windows, {'causal' if causal else 'bidirectional'} inside a block"
             remedy = f"Write is_causal: {str(causal).lower()} into config.json."
-            yield Check(replace(config, layers=layers), fault="causality", told=told, remedy=remedy)
+            yield Check(replace(config, layers=layers), fault="causality", assumption=assumption, remedy=remedy)
 
 
 class DFlash2Checker(DFlashChecker):

@@ -47,11 +47,11 @@ class Eagle3Checker(VariantChecker):
         yield Check(
             config,
             fault="order",
-            told="inputs of feature and embedding",
+            assumption="inputs of hidden state and embedding",
             remedy=remedy,
             tensors=halves_swapped(*PROJECTIONS),
         )
-        for fault, name, told in (
+        for fault, name, assumption in (
             ("feedback", "norm_output", "the state that is fed on taken {} the last norm"),
             ("norm", "norm_before_residual", "the residual stream begun {} the norm of the feature"),
         ):
@@ -59,7 +59,7 @@ class Eagle3Checker(VariantChecker):
             changes: dict[str, Any] = {name: other}
             remedy = f"Write {name}: {str(other).lower()} into config.json."
             place = "behind" if other else "before"
-            yield Check(replace(config, **changes), fault=fault, told=told.format(place), remedy=remedy)
+            yield Check(replace(config, **changes), fault=fault, assumption=assumption.format(place), remedy=remedy)
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 
@@ -73,9 +73,13 @@ class Eagle3Checker(VariantChecker):
             self.config.target_layers,
             *(check.target_layers for check in neighbour_target_layers(self.config)),
         }:
-            told = f"the usual target layers, {list(target_layers)}, in place of {list(self.config.target_layers)}"
+            assumption = (
+                f"the usual target layers, {list(target_layers)}, in place of {list(self.config.target_layers)}"
+            )
             remedy = "Leave the target layers out of config.json, or write these."
-            yield Check(self.config, fault="target_layers", told=told, remedy=remedy, target_layers=target_layers)
+            yield Check(
+                self.config, fault="target_layers", assumption=assumption, remedy=remedy, target_layers=target_layers
+            )
 
     def _vocabularies(self) -> Iterator[Check]:
         """Yield checks with other meanings of `d2t` that name tokens of the target."""
@@ -83,7 +87,7 @@ class Eagle3Checker(VariantChecker):
         if size == whole:
             return
         places, offsets = torch.arange(size), self.checkpoint.tensors["d2t"]
-        for told, other in (
+        for assumption, other in (
             ("d2t one less", offsets - 1),
             ("d2t one more", offsets + 1),
             ("d2t as the tokens themselves, not as offsets", offsets - places),
@@ -96,7 +100,7 @@ class Eagle3Checker(VariantChecker):
                 def tensors(given: Tensors, other: torch.Tensor = other) -> Tensors:
                     return {**given, "d2t": other}
 
-                yield Check(self.config, fault="vocabulary", told=told, remedy=remedy, tensors=tensors)
+                yield Check(self.config, fault="vocabulary", assumption=assumption, remedy=remedy, tensors=tensors)
 
 
 CHECKERS = (Eagle3Checker,)

@@ -28,11 +28,11 @@ class MedusaChecker(VariantChecker):
         yield before_norm(config)
         if config.num_heads > 1:
             remedy = "Drop the first head, which drafts the target's own token, and renumber the others."
-            told = "head 1 drafts the token after the anchor, not head 0"
-            yield Check(config, fault="shift", told=told, remedy=remedy, shift=1)
+            assumption = "head 1 drafts the token after the anchor, not head 0"
+            yield Check(config, fault="shift", assumption=assumption, remedy=remedy, shift=1)
         remedy = "The heads draft one token further than their numbers say: train one to stand before them."
-        told = "the hidden state of two tokens before the anchor"
-        yield Check(config, fault="shift", told=told, remedy=remedy, lag=1)
+        assumption = "the hidden state of two tokens before the anchor"
+        yield Check(config, fault="shift", assumption=assumption, remedy=remedy, lag=1)
         yield from precision(config, self.target.dtype)
 
 

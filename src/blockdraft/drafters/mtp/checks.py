@@ -35,16 +35,16 @@ class MTPChecker(VariantChecker):
         yield before_norm(config)
         yield from lags(config)
         remedy = "Swap the halves of the columns of mtp.fc.weight in the file: the embedding comes first."
-        told = "inputs of feature and embedding"
-        yield Check(config, fault="order", told=told, remedy=remedy, tensors=halves_swapped("fc.weight"))
+        assumption = "inputs of hidden state and embedding"
+        yield Check(config, fault="order", assumption=assumption, remedy=remedy, tensors=halves_swapped("fc.weight"))
         fed = not config.normed_feedback
-        told = f"the state that is fed on taken {'behind' if fed else 'before'} the last norm"
+        assumption = f"the state that is fed on taken {'behind' if fed else 'before'} the last norm"
         remedy = f"Write normed_feedback: {str(fed).lower()} into config.json."
-        yield Check(replace(config, normed_feedback=fed), fault="feedback", told=told, remedy=remedy)
+        yield Check(replace(config, normed_feedback=fed), fault="feedback", assumption=assumption, remedy=remedy)
         for step, kept in ((-1, "whole"), (1, "less two")):
             remedy = "Write the norms anew: this layout keeps what is added to one."
-            told = f"norms that the file keeps {kept}"
-            yield Check(config, fault="norm", told=told, remedy=remedy, tensors=_norms(step))
+            assumption = f"norms that the file keeps {kept}"
+            yield Check(config, fault="norm", assumption=assumption, remedy=remedy, tensors=_norms(step))
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 

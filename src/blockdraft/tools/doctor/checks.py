@@ -41,7 +41,7 @@ class Check:
         config: Configuration of the network under this assumption.
         fault: Name of the fault if the drafter does better, such as "target_layers". Empty for the first check, which
             follows the configuration.
-        told: The assumption in words.
+        assumption: What the check assumes, in words.
         remedy: What to do if the drafter does better.
         shift: Number of tokens by which draft tokens are later than the configuration says.
         lag: Number of tokens by which hidden states are older than this kind of drafter expects.
@@ -52,7 +52,7 @@ class Check:
 
     config: Any
     fault: str = ""
-    told: str = "as its configuration says"
+    assumption: str = "as its configuration says"
     remedy: str = ""
     shift: int = 0
     lag: int = 0
@@ -184,19 +184,23 @@ def neighbour_target_layers(config: Any) -> Iterator[Check]:
     for step in (1, -1):
         target_layers = tuple(target_layer + step for target_layer in config.target_layers)
         if min(target_layers) >= 0 and max(target_layers) < config.num_target_layers:
-            told = f"target layers {list(target_layers)} in place of {list(config.target_layers)}"
+            assumption = f"target layers {list(target_layers)} in place of {list(config.target_layers)}"
             remedy = f"Set the target layers in config.json to {list(target_layers)}; some formats count from 1."
-            yield Check(config, fault="target_layers", told=told, remedy=remedy, target_layers=target_layers)
+            yield Check(
+                config, fault="target_layers", assumption=assumption, remedy=remedy, target_layers=target_layers
+            )
 
 
 def lags(config: Any) -> Iterator[Check]:
     """Yield checks with hidden states of one token earlier or later than the token before an input."""
-    for lag, told in ((1, "of two tokens before its own"), (-1, "of its own token")):
+    for lag, assumption in ((1, "of two tokens before its own"), (-1, "of its own token")):
         remedy = (
             "Train the drafter again with the hidden state of the previous token: in decoding, here and in other "
             "engines, that is the latest one."
         )
-        yield Check(config, fault="shift", told=f"each input with the hidden state {told}", remedy=remedy, lag=lag)
+        yield Check(
+            config, fault="shift", assumption=f"each input with the hidden state {assumption}", remedy=remedy, lag=lag
+        )
 
 
 def before_norm(config: Any) -> Check:
@@ -204,7 +208,7 @@ def before_norm(config: Any) -> Check:
     return Check(
         config,
         fault="target_layers",
-        told="the target's last hidden state before its norm",
+        assumption="the target's last hidden state before its norm",
         remedy="Train the drafter again on the input of the target's head, which comes after the last norm.",
         target_layers=(config.num_target_layers - 1,),
     )
@@ -218,18 +222,18 @@ def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Check]:
     """
     for theta in dict.fromkeys((shape.get("rope_theta", config.rope_theta), *THETAS)):
         if theta != config.rope_theta:
-            told = f"rope_theta {theta:g} in place of {config.rope_theta:g}"
+            assumption = f"rope_theta {theta:g} in place of {config.rope_theta:g}"
             remedy = f"Set rope_theta in config.json to {theta:g}."
-            yield Check(replace(config, rope_theta=float(theta)), fault="rope", told=told, remedy=remedy)
+            yield Check(replace(config, rope_theta=float(theta)), fault="rope", assumption=assumption, remedy=remedy)
 
 
 def precision(config: Any, dtype: torch.dtype) -> Iterator[Check]:
     """Yield the check with a draft pass in float32, if the target has a smaller dtype."""
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
-        told = f"the draft pass in float32 in place of {name}"
+        assumption = f"the draft pass in float32 in place of {name}"
         remedy = f"The drafter's numbers exceed the range of {name}; run the pair in bfloat16 or float32 (--dtype)."
-        yield Check(config, fault="dtype", told=told, remedy=remedy, dtype=torch.float32)
+        yield Check(config, fault="dtype", assumption=assumption, remedy=remedy, dtype=torch.float32)
 
 
 def halves_swapped(*names: str) -> Callable[[Tensors], Tensors]:

@@ -40,13 +40,13 @@ class Tried:
     """The result of a check.
 
     Attributes:
-        fault, told: Those of the check.
+        fault, assumption: Those of the check.
         accepted: Mean over anchors of the right draft tokens before the first wrong one.
         by_position: S_1, S_2, ... over the same anchors.
     """
 
     fault: str
-    told: str
+    assumption: str
     accepted: float
     by_position: tuple[float, ...]
 
@@ -124,13 +124,13 @@ def examine(
     texts = [(answer.tokens, answer.anchors(how.anchors)) for answer in answers]
     runs = list[Tensor]()
     for number, check in enumerate(checks):
-        progress(check.told, number, len(checks))
+        progress(check.assumption, number, len(checks))
         runs.append(checker.right(check, texts).cumprod(dim=1))
     progress("compared", len(checks), len(checks))
     tried = tuple(
         Tried(
             fault=check.fault,
-            told=check.told,
+            assumption=check.assumption,
             accepted=float(run.sum(1).double().mean()),
             by_position=tuple(run.double().mean(0).tolist()),
         )
@@ -186,7 +186,7 @@ def conclude(
         best = max(gain for gain, _ in better)
         gain, check = next(pair for pair in better if pair[0] >= 0.9 * best)  # the first, so the simplest
         now = float(usual.mean())
-        finding = f"The drafter gets {now:.2f} tokens right on average, and {now + gain:.2f} with {check.told}."
+        finding = f"The drafter gets {now:.2f} tokens right on average, and {now + gain:.2f} with {check.assumption}."
         return check.fault, finding, check.remedy
     if alike < ALIKE and sum(decoded) < (1 - GAIN) * sum(own):
         finding = (

@@ -1,4 +1,4 @@
-"""The toy's network, which draft tokens one token after the other from the target's feature before the anchor."""
+"""The toy's network, which draft tokens one token after the other from the target's hidden state before the anchor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToyNetwork(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size)
 
     def begin(self, hidden_state: Tensor) -> Tensor:
-        """Hidden state `[..., H]` for the feature `[..., m * H]` before the anchor."""
+        """Hidden state `[..., H]` for the hidden state `[..., m * H]` before the anchor."""
         return cast(Tensor, self.fc(hidden_state))
 
     def step(self, hidden: Tensor, embedded: Tensor) -> Tensor:
