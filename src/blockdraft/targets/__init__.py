@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_THREADS = 1024  # torch crashes with very many
 BUNDLED = TINY / "target"
 log = logging.getLogger(__name__)
 
@@ -131,8 +132,8 @@ def load_target(
     if dtype is None and quantize is None:
         kind = _default_dtype(path, revision, placed, kind)
     if isinstance(threads, int):
-        if threads < 1:
-            raise UsageError(f"threads is {threads}; it must be at least 1.")
+        if not 1 <= threads <= MAX_THREADS:
+            raise UsageError(f"threads must be from 1 to {MAX_THREADS}, got {threads}.")
         torch.set_num_threads(threads)
     if quantize not in (None, *get_args(Quantize)):
         raise UsageError(f"quantize is {quantize!r}; use one of {sorted(get_args(Quantize))}, or None.")

@@ -75,5 +75,7 @@ def test_targets_are_measured_unless_a_number_is_given(
     assert torch.get_num_threads() == 2
     load_target(tiny_target_dir, device="cpu", threads=1)
     assert torch.get_num_threads() == 1
-    with pytest.raises(ValueError, match="threads is 0"):
-        load_target(tiny_target_dir, device="cpu", threads=0)
+    for number in (0, 100_000):
+        with pytest.raises(ValueError, match=f"threads must be from 1 to 1024, got {number}"):
+            load_target(tiny_target_dir, device="cpu", threads=number)
+        assert torch.get_num_threads() == 1
