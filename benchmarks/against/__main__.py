@@ -1,9 +1,9 @@
 """Compare decoding speed with another commit: `python -m benchmarks.against COMMIT`.
 
-Each tree loads the bundled pair in its own process, and both are interleaved on the same prompts: old new new old,
-repeated. The first measurement of each does not count. Speed is all tokens over the time of `generate`, prefill
-included; a ratio is that of two neighbours in time. Host time is the part of a plain step outside the target's forward
-pass.
+Each tree loads the pair (`--target`, `--drafter`; the bundled one by default) in its own process, and both are
+interleaved on the same prompts: old new new old, repeated. The first measurement of each does not count. Speed is all
+tokens over the time of `generate`, prefill included; a ratio is that of two neighbours in time. Host time is the part
+of a plain step outside the target's forward pass.
 
 The command fails if a pair does not run compiled (unless `--backend hf`) or tokens differ. It writes against.md and
 against.json.
@@ -51,12 +51,12 @@ class Sample:
         return sum(map(len, self.answers)) / self.seconds
 
 
-def child(root: Path, backend: str, threads: int | None, log: Path) -> PeerProcess:
-    """Start the process of one tree."""
+def child(root: Path, pair: dict[str, str | None], threads: int | None, log: Path) -> PeerProcess:
+    """Start the process of one tree. `pair` holds the arguments of `child.load`."""
     command = [sys.executable, str(Path(__file__).with_name("child.py"))]
     # A cache without pulled models, so that the bundled pair is the default.
     environment = {"PYTHONPATH": str(root / "src"), "BLOCKDRAFT_CACHE": str(ROOT / "build/against-cache")}
-    return PeerProcess(command, {"backend": backend}, threads, log, PATIENCE, environment=environment, cwd=root)
+    return PeerProcess(command, pair, threads, log, PATIENCE, environment=environment, cwd=root)
 
 
 @contextmanager
@@ -96,12 +96,12 @@ def compare(
 def summary(method: str, size: int, old: Sequence[Sample], new: Sequence[Sample]) -> dict[str, Any]:
     """Return medians and ratios. Sample i of one tree was taken next to sample i of the other."""
     ratios = [mine.speed / before.speed for before, mine in zip(old, new, strict=True)]
-    found: dict[str, Any] = {"method": method, "rows": size}
-    for name, own in (("old", old), ("new", new)):
-        hosts = [1e6 * s.host_seconds_per_forward for s in own if s.host_seconds_per_forward is not None]
-        found[f"{name}_tokens_per_second"] = median(sample.speed for sample in own)
-        found[f"{name}_host_microseconds"] = interleaving.median(hosts)
-    return found | {
+    row: dict[str, Any] = {"method": method, "rows": size}
+    for name, samples in (("old", old), ("new", new)):
+        hosts = [1e6 * s.host_seconds_per_forward for s in samples if s.host_seconds_per_forward is not None]
+        row[f"{name}_tokens_per_second"] = median(sample.speed for sample in samples)
+        row[f"{name}_host_microseconds"] = interleaving.median(hosts)
+    return row | {
         "ratio": median(ratios),
         "interval": list(interleaving.interval(ratios)),
         "identical": all(sample.answers == old[0].answers for sample in [*old, *new]),
@@ -111,21 +111,23 @@ def summary(method: str, size: int, old: Sequence[Sample], new: Sequence[Sample]
     }
 
 
-def line(found: dict[str, Any]) -> list[str]:
+def line(row: dict[str, Any]) -> list[str]:
     """Return the table cells of a summary."""
-    speeds = [f"{found[f'{tree}_tokens_per_second']:.1f}" for tree in ("old", "new")]
+    speeds = [f"{row[f'{tree}_tokens_per_second']:.1f}" for tree in ("old", "new")]
     # With a drafter, this time includes the drafter's and says nothing about the host.
-    hosts = [found[f"{tree}_host_microseconds"] if found["method"] == "plain" else None for tree in ("old", "new")]
-    same = "yes" if found["identical"] else "NO"
-    same += f", {found['repetitive']} of {found['answers']} repetitive" if found["repetitive"] else ""
-    ratio = f"{found['ratio']:.3f} ({found['interval'][0]:.3f} to {found['interval'][1]:.3f})"
-    return [found["method"], str(found["rows"]), *speeds, ratio, *(f"{h:.0f} us" if h else "" for h in hosts), same]
+    hosts = [row[f"{tree}_host_microseconds"] if row["method"] == "plain" else None for tree in ("old", "new")]
+    same = "yes" if row["identical"] else "NO"
+    same += f", {row['repetitive']} of {row['answers']} repetitive" if row["repetitive"] else ""
+    ratio = f"{row['ratio']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})"
+    return [row["method"], str(row["rows"]), *speeds, ratio, *(f"{h:.0f} us" if h else "" for h in hosts), same]
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, out=ROOT / "build" / "against")
     add, known = parser.add_argument, ",".join(METHODS)
     add("commit", help="the commit to compare with")
+    add("--target", type=Path, help="a folder or GGUF file; the bundled target by default")
+    add("--drafter", help="the target's default drafter, unless given; both trees must know the name")
     add("--backend", choices=("native", "hf"), default="native")
     add("--methods", type=listed(known=METHODS), default=known, help=f"of {known}")
     add("--rows", type=listed(int), default="1,4,16", help="batch sizes (1,4,16)")
@@ -135,25 +137,27 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
     args = parser.parse(words)
     [given] = read_prompt_sets([args.prompts])
+    target = args.target and str(args.target.resolve())
+    pair = {"target": target, "drafter": args.drafter, "backend": args.backend}
     with in_words(), ExitStack() as opened:
         folder = opened.enter_context(checked_out(args.commit))
         old, new = (
-            opened.enter_context(child(root, args.backend, args.threads, args.out / f"{name}.log"))
+            opened.enter_context(child(root, pair, args.threads, args.out / f"{name}.log"))
             for name, root in (("old", folder), ("new", ROOT))
         )
+        name = args.target.name if args.target else "The bundled pair"
         header = (
-            f"The bundled pair, old: {args.commit} ({old.about['running']}); new: the working tree "
-            f"({new.about['running']}). Greedy responses of up to {args.tokens} tokens, {2 * args.rounds} pairs "
-            "of measurements a row.\n\n"
+            f"{name}, old: {args.commit} ({old.about['running']}); new: the working tree ({new.about['running']}). "
+            f"Greedy responses of up to {args.tokens} tokens, {2 * args.rounds} pairs of measurements a row.\n\n"
         )
-        found = list[dict[str, Any]]()
-        for one in compare(old, new, args.methods, args.rows, given.prompts, args.tokens, args.rounds):
-            found.append(one)
-            print(table(HEADER, [line(one)]).splitlines()[-1], flush=True)
-            page = header + table(HEADER, map(line, found)) + "\n"
-            write_files(args.out, {"against.json": found, "against.md": page})
+        rows = list[dict[str, Any]]()
+        for row in compare(old, new, args.methods, args.rows, given.prompts, args.tokens, args.rounds):
+            rows.append(row)
+            print(table(HEADER, [line(row)]).splitlines()[-1], flush=True)
+            page = header + table(HEADER, map(line, rows)) + "\n"
+            write_files(args.out, {"against.json": rows, "against.md": page})
     print(f"\n{page}")
-    return 0 if all(one["identical"] for one in found) else 1
+    return 0 if all(row["identical"] for row in rows) else 1
 
 
 if __name__ == "__main__":

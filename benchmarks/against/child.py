@@ -13,9 +13,9 @@ from typing import Any
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
 METHODS = {
-    "plain": ("none", Drafting(block_size=None)),
-    "chain": (None, Drafting(block_size=None)),
-    "tree": (None, Drafting(tree_budget=16)),
+    "plain": ("plain", Drafting(block_size=None)),
+    "chain": ("drafted", Drafting(block_size=None)),
+    "tree": ("drafted", Drafting(tree_budget=16)),
 }
 ATTEMPTS, PAUSE_SECONDS = 40, 3.0  # the compiler may still be running
 
@@ -45,26 +45,29 @@ class Timed:
             self.seconds, self.calls = self.seconds + time.perf_counter() - began, self.calls + 1
 
 
-def load(backend: str) -> tuple[Any, dict[str | None, Any]]:
-    """Load the bundled pair. Raises a RuntimeError if it should run compiled and does not."""
+def load(target: str | None, drafter: str | None, backend: str) -> tuple[Any, dict[str, Any]]:
+    """Load a target and its drafters. Raises a RuntimeError if the pair should run compiled and does not."""
     warnings = Warnings()
     logging.getLogger("blockdraft").addHandler(warnings)
     for _ in range(ATTEMPTS):
         warnings.lines.clear()
-        target = load_target(backend=backend, device="cpu", compile="on" if backend == "native" else "auto")
-        drafters = {name: load_drafter(name, target=target) for name in ("none", None)}
+        model = load_target(target, backend=backend, device="cpu", compile="on" if backend == "native" else "auto")
+        drafters = {
+            "plain": load_drafter("none", target=model),
+            "drafted": load_drafter(drafter, target=model),
+        }
         if not warnings.lines:
             break
         time.sleep(PAUSE_SECONDS)
     if warnings.lines:
         raise RuntimeError(f"not measured, since {warnings.lines[0]}")
-    if backend == "native" and "compiled" not in target.running:
-        raise RuntimeError(f"not measured, since the target runs {target.running}")
-    return target, drafters
+    if backend == "native" and "compiled" not in model.running:
+        raise RuntimeError(f"not measured, since the target runs {model.running}")
+    return model, drafters
 
 
 def main() -> None:
-    target, drafters = load(json.loads(sys.argv[1])["backend"])
+    target, drafters = load(**json.loads(sys.argv[1]))
     forward = target.forward = Timed(target.forward)
     engines: dict[tuple[str, int], Any] = {}
     print(json.dumps({"ready": {"running": target.running}}), flush=True)
