@@ -1,6 +1,6 @@
 """Models by name: the catalogue, the models on this machine, and their download.
 
-The catalogue is `catalogue.toml`, with its schema in `catalogue.py`.
+The catalogue is `models.csv` and `catalogue.toml`, with their schema in `catalogue.py`.
 """
 
 from __future__ import annotations
