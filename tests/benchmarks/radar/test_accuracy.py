@@ -16,7 +16,7 @@ from blockdraft.models import known
 from blockdraft.radar.devices import find, machine_of
 from blockdraft.radar.project import batch_for, project
 from blockdraft.radar.shape import read_shape
-from blockdraft.radar.step import CONSTANTS, Constants, constants
+from blockdraft.radar.step import BITS, CONSTANTS, Constants, constants
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,8 +39,7 @@ def test_a_text_alone_is_never_faster_than_its_weights_are_read() -> None:
     for row in published():
         if row.batch == 1:
             model, device, found = known(row.model), find(row.device), projection(row)
-            bits = {"bf16": 16, "Q8_0": 8, "Q5_K_M": 5, "Q4_K_M": 4, "mxfp4": 4, "int4": 4}[row.weights]
-            read = (model.active_parameters or model.parameters or 0) * bits / 8
+            read = (model.active_parameters or model.parameters or 0) * int(BITS[row.weights]) / 8
             assert found.plain.mid * read < 1e9 * device.bandwidth_gbs
 
 
