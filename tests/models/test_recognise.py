@@ -19,8 +19,8 @@ from blockdraft.models import alike, known, made_for, recognised
     ],
 )
 def test_model_of_a_name(name: str, model: str | None) -> None:
-    found = recognised(name)
-    assert (found and found.id) == model
+    result = recognised(name)
+    assert (result and result.id) == model
 
 
 def test_target_of_a_published_drafter() -> None:

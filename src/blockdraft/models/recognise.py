@@ -18,8 +18,8 @@ def recognised(name: str) -> Model | None:
     Of several models that with the most words is meant: "Qwen3-Coder-30B-A3B-Instruct-Q4_K_M" is Qwen3-Coder-30B-A3B.
     """
     words = _words(name)
-    found = [model for model in catalogue() if _words(model.name) <= words]
-    return max(found, key=lambda model: len(_words(model.name)), default=None)
+    candidates = [model for model in catalogue() if _words(model.name) <= words]
+    return max(candidates, key=lambda model: len(_words(model.name)), default=None)
 
 
 def alike(first: Model, second: Model) -> bool:

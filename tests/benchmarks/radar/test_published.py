@@ -50,14 +50,14 @@ def possible(measured: Measured) -> None:
     weights = (model.active_parameters or model.parameters) * bytes_per_weight
     if device.memory_gb:
         assert model.parameters * bytes_per_weight < 2**30 * device.memory_gb
-    if measured.plain:  # one text cannot be read faster than its weights
+    if measured.plain:  # no sequence decodes faster than the weights are read
         assert measured.plain / measured.batch < 1.25 * 1e9 * device.bandwidth_gbs / weights
     if measured.plain and measured.drafted and measured.block_size:
         assert measured.drafted / measured.plain < measured.block_size
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({**ROW, "plain": None}, "nothing was measured"),
         ({**ROW, "plain": -1.0}, "plain"),
@@ -69,6 +69,6 @@ def possible(measured: Measured) -> None:
         ({**ROW, "colour": "red"}, "colour"),
     ],
 )
-def test_what_does_not_follow_the_schema_is_refused(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_what_does_not_follow_the_schema_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         Measured.model_validate(row)
