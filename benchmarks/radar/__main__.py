@@ -38,15 +38,15 @@ def main(arguments: list[str] | None = None) -> int:
         text = constants_toml(CONSTANTS.read_text(encoding="utf-8"), fit())
         write_files(CONSTANTS.parent, {CONSTANTS.name: text})
         constants.cache_clear()
-    found = list(verdicts(published()))
-    for verdict in found:
+    results = list(verdicts(published()))
+    for verdict in results:
         measured, what, value = verdict.figure
         mark = "near" if verdict.near else "in" if verdict.inside else "OUT"
         print(
             f"{mark:4} {measured.device:20} {measured.model:28} {measured.weights:7} batch {measured.batch:<3}"
             f"{what:8} {value:9.1f} {verdict.projected.mid:9.1f} {verdict.off:+.0%}"
         )
-    judged = [verdict for verdict in found if not verdict.figure.measured.fitted]
+    judged = [verdict for verdict in results if not verdict.figure.measured.fitted]
     for name, share in shares(judged).items():
         print(f"{name}: {percent(share)} of {len(judged)} figures that judge ({percent(ASKED[name])} asked for)")
     print(f"Written: {write_files(options.out, {'accuracy.md': page()})[0]}")

@@ -93,11 +93,11 @@ def _interval(row: Projection, what: str) -> Interval:
     return Interval(row.drafted.low / plain, row.drafted.mid / plain, row.drafted.high / plain)
 
 
-def shares(found: Sequence[Verdict]) -> Mapping[str, float]:
+def shares(results: Sequence[Verdict]) -> Mapping[str, float]:
     """Return the shares of figures that are near, and inside their interval."""
     return {
-        "near": sum(verdict.near for verdict in found) / len(found),
-        "inside": sum(verdict.inside for verdict in found) / len(found),
+        "near": sum(verdict.near for verdict in results) / len(results),
+        "inside": sum(verdict.inside for verdict in results) / len(results),
     }
 
 
@@ -131,7 +131,7 @@ def _fit_class(rows: Sequence[Measured], first: Constants) -> Constants:
     def loss(constant: Constants) -> float:
         logs = [abs(log(verdict.projected.mid / verdict.figure.value)) for verdict in verdicts(rows, constant)]
         pulled = sum(log(getattr(constant, name) / getattr(first, name)) ** 2 for name in names)
-        return sum(min(each, OUTLIER) for each in logs) / len(logs) + PULL * pulled
+        return sum(min(deviation, OUTLIER) for deviation in logs) / len(logs) + PULL * pulled
 
     best, least = first, loss(first)
     for step in STEPS:
@@ -143,9 +143,9 @@ def _fit_class(rows: Sequence[Measured], first: Constants) -> Constants:
                     low, high = SHARES.get(name, (0.0, 1e9))
                     value = float(f"{min(max(getattr(best, name) * factor, low), high):.3g}")
                     tried = replace(best, **{name: value})
-                    found = loss(tried)
-                    if found < least - 1e-6:
-                        best, least, improved = tried, found, True
+                    tried_loss = loss(tried)
+                    if tried_loss < least - 1e-6:
+                        best, least, improved = tried, tried_loss, True
     return best
 
 
@@ -222,30 +222,30 @@ def page() -> str:
 
 
 def _summary(judged: Sequence[Verdict], fitted: Sequence[Verdict]) -> Iterator[Sequence[str]]:
-    for name, found in (("the half that judges", judged), ("the half that was fitted", fitted)):
-        yield _line(name, found)
+    for name, results in (("the half that judges", judged), ("the half that was fitted", fitted)):
+        yield _line(name, results)
     yield ("asked for", "", percent(ASKED["near"]), percent(ASKED["inside"]))
 
 
-def _by_class(found: Sequence[Verdict]) -> Iterator[Sequence[str]]:
-    for kind in dict.fromkeys(verdict.figure.measured.kind for verdict in found):
-        yield _line(kind, [verdict for verdict in found if verdict.figure.measured.kind == kind])
+def _by_class(results: Sequence[Verdict]) -> Iterator[Sequence[str]]:
+    for kind in dict.fromkeys(verdict.figure.measured.kind for verdict in results):
+        yield _line(kind, [verdict for verdict in results if verdict.figure.measured.kind == kind])
 
 
-def _line(name: str, found: Sequence[Verdict]) -> Sequence[str]:
-    reached = shares(found)
-    return name, str(len(found)), percent(reached["near"]), percent(reached["inside"])
+def _line(name: str, results: Sequence[Verdict]) -> Sequence[str]:
+    reached = shares(results)
+    return name, str(len(results)), percent(reached["near"]), percent(reached["inside"])
 
 
-def _figures(found: Iterable[Verdict]) -> str:
+def _figures(results: Iterable[Verdict]) -> str:
     header = ("device", "model", "weights", "batch", "what", "published", "projected", "interval", "off", "source")
-    return table(header, (_shown(verdict) for verdict in found), left=3)
+    return table(header, (_cells(verdict) for verdict in results), left=3)
 
 
-def _shown(verdict: Verdict) -> Sequence[str]:
+def _cells(verdict: Verdict) -> Sequence[str]:
     measured, what, value = verdict.figure
     form = ".2f" if what == "speedup" or value < 10 else ".0f"
-    low, mid, high = (format(getattr(verdict.projected, each), form) for each in ("low", "mid", "high"))
+    low, mid, high = (format(getattr(verdict.projected, bound), form) for bound in ("low", "mid", "high"))
     block = f", blocks of {measured.block_size}" if measured.block_size else ""
     told = "plain" if what == "plain" else f"{what}, {measured.task}{block}"
     return (

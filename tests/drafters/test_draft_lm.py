@@ -17,6 +17,7 @@ from blockdraft.decode.sampling import draw
 from blockdraft.drafters import check_place, load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
 from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
 from blockdraft.targets import (
     Target,
     TargetOutput,
@@ -81,6 +82,25 @@ def as_gguf(folder: Path, path: Path, vocab_size: int) -> Path:
         values, _ = tokenizer_metadata(text, vocab_size, gguf_architecture(source))
         write_gguf_target(path, source, values, "f32")
     return path
+
+
+def test_a_published_drafter_of_another_model_is_reported(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Published drafters do not say what they were trained for, so names are compared."""
+    own, other = "Qwen3-Coder-30B-A3B-Instruct-Q4_K_M", "Qwen3-4B-Q4_K_M"
+    files = [as_gguf(tiny_target_dir, tmp_path / f"{name}.gguf", target.vocab_size) for name in (own, other)]
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "Qwen3-Coder-30B-A3B-DFlash"))
+    load_drafter(drafter, target=load_target(files[0], device="cpu"))
+    assert caplog.messages == []
+    load_drafter(drafter, target=load_target(files[1], device="cpu"))
+    [message] = caplog.messages
+    assert "made for Qwen3-Coder-30B-A3B-Instruct, and Qwen3-4B-Q4_K_M.gguf is Qwen3-4B" in message
+    assert "z-lab/Qwen3-4B-DFlash-b16" in message and "tau may be low" in message
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps({**config, "num_target_layers": target.num_layers + 1}))
+    with pytest.raises(UsageError, match=r"num_target_layers is .* made for Qwen3-Coder-30B-A3B-Instruct"):
+        load_drafter(drafter, target=load_target(files[1], device="cpu"))
 
 
 def test_a_gguf_file_drafts_for_another(

@@ -41,3 +41,20 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 163840,
     "tie_word_embeddings": False,
 }
+LFM2_8B_A1B = {
+    "model_type": "lfm2_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_dense_layers": 2,
+    "layer_types": ["conv", "conv", "full_attention", "conv"] * 6,
+    "conv_L_cache": 3,
+    "vocab_size": 128000,
+    "max_position_embeddings": 128000,
+    "tie_word_embeddings": True,
+}

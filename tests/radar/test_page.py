@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from radar_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+from radar_configs import DEEPSEEK_V3, LFM2_8B_A1B, QWEN3_8B, QWEN3_30B_A3B
 
 from blockdraft.errors import UsageError
 from blockdraft.radar.devices import find, machine_of
@@ -31,6 +31,7 @@ PROJECTIONS = [
     ("deepseek-v3", "MI300X", "nvfp4", 4096, 16, "mean"),
     ("llama-3.3-70b", "RTX 4090", "Q4_K_M", 512, 64, "alpaca"),
     ("gpt-oss-120b", "B200 SXM", "mxfp4", 5, 1, "humaneval"),
+    ("gemma4-e2b", "M4", "Q8_0", 1024, 1, "mean"),
 ]
 COMPARED = ["fits", "memory_bytes", "first_token_seconds", "plain", "drafted", "block_size", "confidence"]
 
@@ -74,7 +75,7 @@ def close(value: Any) -> Any:
 def test_shapes_match_python() -> None:
     kinds = ["sliding_attention", "linear_attention", "full_attention"] * 12
     mixed = {"text_config": {**QWEN3_8B, "layer_types": kinds, "sliding_window": 512}}
-    configs = [QWEN3_8B, QWEN3_30B_A3B, DEEPSEEK_V3, mixed]
+    configs = [QWEN3_8B, QWEN3_30B_A3B, DEEPSEEK_V3, LFM2_8B_A1B, mixed]
     shapes = run(f"console.log(JSON.stringify({json.dumps(configs)}.map((config) => radar.shapeOf(config, 'x'))));")
     for config, shape in zip(configs, shapes, strict=True):
         fields = shape_of_config(config, "x").__dict__

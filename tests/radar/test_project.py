@@ -86,6 +86,22 @@ def test_mixture_reads_the_experts_that_any_token_uses() -> None:
     assert project(mixture, H100).plain.mid > project(read_shape("qwen3-32b"), H100).plain.mid
 
 
+def test_drafting_loses_below_the_cost_of_a_block_in_plain_steps() -> None:
+    """A block costs a mixture of experts more plain steps than a dense model, since it reads more experts."""
+    mixture, dense = read_shape("qwen3-30b-a3b"), read_shape("qwen3-8b")
+    needed, needed_dense = (project(shape, H100, block_size=8).why["least_tau"] for shape in (mixture, dense))
+    assert needed > 1.5 * needed_dense
+    for tau, verdict in ((0.9 * needed, "loses"), (1.1 * needed, "wins")):
+        assert project(mixture, H100, block_size=8, tau=tau).why["drafting"] == verdict
+
+
+def test_embeddings_per_layer_are_stored_but_not_read() -> None:
+    gemma = read_shape("gemma4-e2b")
+    row = project(gemma, H100, "bf16", context=128)
+    assert row.why["weight_bytes"] == 2 * gemma.parameters
+    assert 2 * gemma.active < row.why["read_bytes"] < 1.1 * 2 * gemma.active
+
+
 def test_memory_is_the_sum_of_its_parts() -> None:
     row = project(QWEN, H100, context=8192, batch=4)
     parts = [row.why[f"{name}_bytes"] for name in ("weight", "drafter", "cache", "workspace")]

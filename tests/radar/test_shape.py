@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from gguf import GGUFReader
 from gguf_writer import write_gguf
-from radar_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+from radar_configs import DEEPSEEK_V3, LFM2_8B_A1B, QWEN3_8B, QWEN3_30B_A3B
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockdraft.errors import UsageError
@@ -19,13 +19,20 @@ from blockdraft.radar.shape import known_shapes, read_shape, shape_of_config
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [("qwen3-8b", QWEN3_8B), ("qwen3-30b-a3b", QWEN3_30B_A3B), ("deepseek-v3", DEEPSEEK_V3)]
+    ("name", "config"),
+    [
+        ("qwen3-8b", QWEN3_8B),
+        ("qwen3-30b-a3b", QWEN3_30B_A3B),
+        ("deepseek-v3", DEEPSEEK_V3),
+        ("lfm2.5-8b-a1b", LFM2_8B_A1B),
+    ],
 )
 def test_configuration_agrees_with_the_catalogue(name: str, config: dict[str, Any]) -> None:
     from_catalogue, from_config = read_shape(name), shape_of_config(config, name)
     assert from_config.parameters == pytest.approx(from_catalogue.parameters, rel=0.001)
     assert from_config.active == pytest.approx(from_catalogue.active, rel=0.01)
-    for field in ("full_layers", "full_numbers", "experts", "experts_per_token", "vocabulary", "context", "tied"):
+    fields = "full_layers", "full_numbers", "experts", "experts_per_token", "recurrent_layers", "state_numbers"
+    for field in (*fields, "vocabulary", "context", "tied"):
         assert getattr(from_config, field) == getattr(from_catalogue, field), field
 
 
@@ -40,7 +47,7 @@ def test_windows_and_recurrent_layers_of_a_configuration() -> None:
 
 
 def test_most_models_of_the_catalogue_have_shapes() -> None:
-    assert len(known_shapes()) >= 65
+    assert len(known_shapes()) >= 200
 
 
 def test_folder_and_file(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def show_model(console: Console, model: Model) -> None:
 
     facts: list[tuple[str, object]] = [
         ("name", model.name),
-        ("also", ", ".join(model.aliases)),
+        ("also", ", ".join(model.names[1:])),
         ("hub", f"https://huggingface.co/{model.hub}"),
         ("licence", f"{model.licence} ({model.licence_source})" if model.licence else "see the hub"),
         ("parameters", size(model)),

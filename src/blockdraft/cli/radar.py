@@ -271,11 +271,14 @@ def show_row(console: Console, row: Projection) -> None:
                 f"{1e3 * why['drafted_step_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
             ),
             ("tau", f"{tau['mid']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), {why['tau_source']}"),
+            ("loses below", f"tau {why['least_tau']:.2f}, which is what a block costs in plain steps"),
             ("drafter", why["drafter"] or "none is published; `blockdraft fit` makes one"),
         ]
     if why["experts_read"]:
         token, block = why["experts_read"]
-        facts.append(("experts", f"{token:g} of a layer are read for a token, {block:g} for a block"))
+        facts.append(
+            ("experts", f"a layer reads {token:g} for a token, {block:g} for a block if tokens choose at random")
+        )
     facts += [("confidence", row.confidence), ("machine", why["note"])]
     facts += [("" if number else "run", command) for number, command in enumerate(commands(row))]
     fits = "fits" if row.fits else "does not fit"

@@ -33,7 +33,9 @@ from blockdraft.formats import Trained, check_fits, read_config, read_drafter
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.models import TINY, bundled_drafter, catalogue, located, model_of
+from blockdraft.formats.speculators_config import target_said
+from blockdraft.models import TINY, alike, bundled_drafter, catalogue, located, made_for, model_of, recognised
+from blockdraft.models.catalogue import BUNDLED
 from blockdraft.plugins import drafter_modules
 from blockdraft.targets import Target, causal_lm, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
@@ -252,15 +254,41 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
             f"{folder} has the architectures {architectures}; use a drafter of one of the known kinds: {known}."
         )
     entry, moved = claimants[0], device is not None and claimants[0].load_on is not None
+    other = _made_for_another(str(path), config, target) if source is None else None
     if device is not None and entry.load_on is not None:
         drafter = entry.load_on(folder, target, device)
         drafter = draft_ahead(drafter, target, ahead) if ahead else drafter
     else:
-        drafter = entry.load(folder, target)
+        try:
+            drafter = entry.load(folder, target)
+        except UsageError as error:
+            if other is None:
+                raise
+            raise UsageError(f"{error} {other}") from error
     warning = other_target_warning(folder, source, target)
+    if other is not None:
+        warning = f"{other} The output stays the target's own, but tau may be low."
     if warning:
         logging.getLogger(__name__).warning(warning)
     return drafter, moved
+
+
+def _made_for_another(drafter: str, config: dict[str, Any], target: Target) -> str | None:
+    """Return a sentence if a published drafter was made for another model than the target is named after, else None."""
+    model = made_for(drafter)
+    if model is None and (verifier := target_said(config)):
+        model = recognised(str(verifier))
+    if model is None or target.path is None:
+        return None
+    path = Path(target.path)
+    name = path.parents[1].name if path.parent.name == "snapshots" else path.name  # in the hub's cache
+    inside = open_gguf(path).metadata.get("general.name") if is_gguf(path) else None
+    theirs = model_of(path) or recognised(str(inside)) or recognised(name)
+    if theirs is None or alike(model, theirs):
+        return None
+    hubs = [published.hub for published in theirs.drafters if published.hub not in (BUNDLED, theirs.hub)]
+    offer = f", for which there is {' or '.join(hubs)}" if hubs else ""
+    return f"{drafter} was made for {model.name}, and {name} is {theirs.name} by its name{offer}."
 
 
 def _suggest_bundled(target: Target) -> str:

@@ -1,6 +1,6 @@
 """Models by name: the catalogue, the models on this machine, and their download.
 
-The catalogue is `catalogue.toml`, with its schema in `catalogue.py`.
+The catalogue is `models.csv` and `catalogue.toml`, with their schema in `catalogue.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from blockdraft.models.places import (
     named_for_others,
     pulled,
 )
+from blockdraft.models.recognise import alike, made_for, recognised
 
 __all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "bundled_drafter"]
 __all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder"]
-__all__ += ["named_for_others", "pulled"]
+__all__ += ["named_for_others", "pulled", "alike", "made_for", "recognised"]

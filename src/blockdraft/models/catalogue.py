@@ -1,14 +1,17 @@
-"""Schema of `catalogue.toml`, and lookup of models by name."""
+"""The catalogue: models by name, their dimensions, and the drafters published for them.
+
+`models.csv` holds names and dimensions, one line per model; `catalogue.toml` licences, files and drafters.
+"""
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,7 +22,8 @@ if sys.version_info >= (3, 11):
 else:  # Python 3.10
     import tomli as tomllib
 
-FILE = Path(__file__).with_name("catalogue.toml")
+DIMENSIONS, DETAILS = (Path(__file__).with_name(name) for name in ("models.csv", "catalogue.toml"))
+TEXT = ("id", "name", "hub", "family", "source")  # columns of `models.csv` that are not numbers
 
 Count = Annotated[int, Field(ge=1)]
 Url = Annotated[str, Field(pattern=r"^https://\S+$")]
@@ -118,17 +122,18 @@ class Model(Record):
 
     Attributes:
         id: Name for the command line.
-        name: Name used by its authors.
-        aliases: Other names for the command line.
+        name: Name used by its authors; in lower case, a name for the command line too.
+        aliases: Further names for the command line.
         hub: Name on the Hugging Face hub.
         base: Whether it was trained only to continue texts.
         family: Its `model_type` in transformers.
         licence: Licence of the weights.
         licence_source: Where that stands.
         accept: Whether its terms must be accepted before it is downloaded.
-        parameters: Weights of its text model, a tied head counted once.
-        active_parameters: Weights used per token, in a mixture of experts.
-        layers: Number of layers; if not all of them attend, `attention_layers` do.
+        parameters: Weights of its text model, counted from the dimensions, a tied head once.
+        active_parameters: Weights that a token reads, if not all: in a mixture of experts, or with embeddings per
+            layer.
+        layers: Number of layers; if not all of them have a KV cache of their own, `attention_layers` do.
         attention_layers, sliding_layers, recurrent_layers: Layers with a KV cache, those of them that keep only the
             last `sliding_window` tokens, and layers with a state of fixed size.
         hidden_size, intermediate_size: Widths of the residual stream and of a dense MLP.
@@ -197,7 +202,7 @@ class Model(Record):
     @property
     def names(self) -> tuple[str, ...]:
         """All names for the command line."""
-        return (self.id, *self.aliases)
+        return tuple(dict.fromkeys((self.id, self.name.lower(), *self.aliases)))
 
 
 class Catalogue(Record):
@@ -206,31 +211,50 @@ class Catalogue(Record):
     @model_validator(mode="after")
     def _names_are_unique(self) -> Catalogue:
         names = [name for model in self.models for name in model.names]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"several models are named {', '.join(twice)}")
         return self
 
 
-def read_catalogue(text: str) -> tuple[Model, ...]:
+def read_catalogue(dimensions: str, details: str) -> tuple[Model, ...]:
     """Parse a catalogue.
 
+    Args:
+        dimensions: Table in CSV with one line per model.
+        details: Entries in TOML with further keys of some of these models.
+
     Raises:
-        ValueError: The text is not TOML, or does not follow the schema.
+        ValueError: A text cannot be parsed, does not follow the schema, or an entry is of no model of the table.
     """
+    models = {row["id"]: _numbers(row) for row in csv.DictReader(dimensions.splitlines())}
+    for entry in tomllib.loads(details).get("models", []):
+        if entry.get("id") not in models:
+            raise ValueError(f"the table has no model named {entry.get('id')}")
+        models[entry["id"]].update(entry)
     # Pydantic, where it is strict, turns lists into tuples only if they come from JSON.
-    return Catalogue.model_validate_json(json.dumps(tomllib.loads(text))).models
+    return Catalogue.model_validate_json(json.dumps({"models": list(models.values())})).models
+
+
+def _numbers(row: dict[str, str]) -> dict[str, Any]:
+    """Convert a line of the table, without its empty fields."""
+    return {name: value if name in TEXT else json.loads(value) for name, value in row.items() if value}
 
 
 @cache
 def catalogue() -> tuple[Model, ...]:
     """Return all models of the catalogue."""
-    return read_catalogue(FILE.read_text(encoding="utf-8"))
+    return read_catalogue(DIMENSIONS.read_text(encoding="utf-8"), DETAILS.read_text(encoding="utf-8"))
+
+
+@cache
+def _by_name() -> dict[str, Model]:
+    return {name: model for model in catalogue() for name in (*model.names, model.hub.lower())}
 
 
 def find(name: str) -> Model | None:
     """Return the model with this command-line name, in upper or lower case; None if there is none."""
-    return next((model for model in catalogue() if name.lower() in model.names), None)
+    return None if "/" in name else _by_name().get(name.lower())
 
 
 def known(name: str) -> Model:
@@ -239,18 +263,10 @@ def known(name: str) -> Model:
     Raises:
         UsageError: There is none; the message suggests the nearest names.
     """
-    wanted = name.lower()
-    for model in catalogue():
-        if wanted in _spellings(model):
-            return model
-    every = {spelling: model.id for model in catalogue() for spelling in _spellings(model)}
-    near = list(dict.fromkeys(every[match] for match in difflib.get_close_matches(wanted, every, n=5, cutoff=0.6)))
-    near = near or [model.id for model in catalogue() if wanted and wanted in model.id]
-    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`blockdraft models` lists all."
+    wanted, models = name.lower(), _by_name()
+    if wanted in models:
+        return models[wanted]
+    near = dict.fromkeys(models[match].id for match in difflib.get_close_matches(wanted, models, n=5, cutoff=0.6))
+    suggestions = list(near) or [model.id for model in catalogue() if wanted and wanted in model.id]
+    hint = f"did you mean {' or '.join(suggestions[:3])}?" if suggestions else "`blockdraft models` lists all."
     raise UsageError(f"{name!r} is not in the catalogue; {hint}")
-
-
-def _spellings(model: Model) -> Iterator[str]:
-    yield from model.names
-    yield model.name.lower()
-    yield model.hub.lower()

@@ -162,6 +162,7 @@ def project(
         "drafter_kind": kind_of(best.drafter) if drafting else None,
         "tau": None if not drafting else dict(zip(("low", "mid", "high"), best.taus, strict=True)),
         "tau_source": None if not drafting else best.tau.where or best.tau.source,
+        "least_tau": best.seconds / plain if drafting else None,  # below it drafting loses
         "speedup": gain if drafting else None,
         "drafting": "loses" if gain < LOSES else "wins" if gain > WINS else "neither",
         "note": machine.note,

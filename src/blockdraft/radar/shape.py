@@ -16,6 +16,7 @@ from blockdraft.models import Drafter, Model, catalogue, known, model_of
 
 STATE_SIZE = 128  # default numbers per channel of a recurrent layer's state
 STATE_WIDTH = 1.25  # default channels of a recurrent layer, relative to the hidden size
+CONVOLUTION = 3  # tokens that a short convolution keeps, as in LFM2
 HEADER_BYTES = 2**25  # fetched from a GGUF file on the hub; vocabularies of 250,000 tokens take about 12 MB
 KEYS_OF_MOE = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 RECURRENT = {"linear_attention", "mamba", "recurrent", "conv"}
@@ -103,10 +104,18 @@ def shape_of_model(model: Model) -> Shape | None:
         window_numbers=numbers,
         window=model.sliding_window or 0,
         recurrent_layers=model.recurrent_layers or 0,
-        state_numbers=int(STATE_WIDTH * model.hidden_size) * STATE_SIZE if model.recurrent_layers else 0,
+        state_numbers=_state_numbers(model),
         licence=model.licence,
         drafters=model.drafters,
     )
+
+
+def _state_numbers(model: Model) -> int:
+    if not model.recurrent_layers or not model.hidden_size:
+        return 0
+    if model.family in ("lfm2", "lfm2_moe"):
+        return CONVOLUTION * model.hidden_size
+    return int(STATE_WIDTH * model.hidden_size) * STATE_SIZE
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:
@@ -140,7 +149,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:
     if per_token > max(experts, 1):
         raise UsageError(f"{name}: num_experts_per_tok is {per_token}, but there are {experts} experts.")
     width = number("moe_intermediate_size", default=0) or intermediate
-    dense = min(number("first_k_dense_replace", default=0), layers) if experts else layers
+    dense = min(number("first_k_dense_replace", "num_dense_layers", default=0), layers) if experts else layers
     shared = number("n_shared_experts", default=0) * width + number("shared_expert_intermediate_size", default=0)
     latent = number("kv_lora_rank", default=0)
     rotated = number("qk_rope_head_dim", default=64) if latent else 0
@@ -163,7 +172,9 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:
     state_width = number("linear_num_value_heads", default=0) * number("linear_value_head_dim", default=STATE_SIZE)
     state_width = state_width or int(STATE_WIDTH * hidden)
     keys = number("linear_num_key_heads", default=0) * number("linear_key_head_dim", default=STATE_SIZE)
-    mixing = hidden * (2 * (keys or state_width) + 3 * state_width)
+    mixing, state_numbers = hidden * (2 * (keys or state_width) + 3 * state_width), state_width * STATE_SIZE
+    if "conv" in kinds:
+        mixing, state_numbers = 4 * hidden**2, number("conv_L_cache", default=CONVOLUTION) * hidden
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
     outside = vocabulary * hidden * (1 if tied else 2)
     outside += (layers - recurrent) * attention + recurrent * mixing + dense * 3 * hidden * intermediate
@@ -189,7 +200,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:
         window_numbers=latent + rotated if latent else 2 * kv_heads * head_size,
         window=window if windowed else 0,
         recurrent_layers=recurrent,
-        state_numbers=state_width * STATE_SIZE if recurrent else 0,
+        state_numbers=state_numbers if recurrent else 0,
     )
 
 

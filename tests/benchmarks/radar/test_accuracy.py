@@ -16,7 +16,7 @@ from blockdraft.models import known
 from blockdraft.radar.devices import find, machine_of
 from blockdraft.radar.project import batch_for, project
 from blockdraft.radar.shape import read_shape
-from blockdraft.radar.step import CONSTANTS, Constants, constants
+from blockdraft.radar.step import BITS, CONSTANTS, Constants, constants
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,17 +31,16 @@ def test_the_half_that_judges_is_met() -> None:
 
 @pytest.mark.parametrize("kind", ["nvidia-consumer", "nvidia-datacentre", "apple", "tpu"])
 def test_classes_are_met_one_by_one(kind: str) -> None:
-    found = list(verdicts(row for row in published() if row.kind == kind))
-    assert shares(found)["near"] >= 0.5 and shares(found)["inside"] >= 0.8
+    results = list(verdicts(row for row in published() if row.kind == kind))
+    assert shares(results)["near"] >= 0.5 and shares(results)["inside"] >= 0.8
 
 
 def test_a_text_alone_is_never_faster_than_its_weights_are_read() -> None:
     for row in published():
         if row.batch == 1:
-            model, device, found = known(row.model), find(row.device), projection(row)
-            bits = {"bf16": 16, "Q8_0": 8, "Q5_K_M": 5, "Q4_K_M": 4, "mxfp4": 4, "int4": 4}[row.weights]
-            read = (model.active_parameters or model.parameters or 0) * bits / 8
-            assert found.plain.mid * read < 1e9 * device.bandwidth_gbs
+            model, device, results = known(row.model), find(row.device), projection(row)
+            read = (model.active_parameters or model.parameters or 0) * int(BITS[row.weights]) / 8
+            assert results.plain.mid * read < 1e9 * device.bandwidth_gbs
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim['device']} {claim['weights']}")
@@ -81,10 +80,10 @@ def test_constants_are_fitted_to_what_was_measured() -> None:
     rows = [row for row in read_published(text) if row.fitted]
     made = [Measured(**{**row.model_dump(), "plain": projection(row, truth).plain.mid}) for row in rows]
     assert len(made) >= 4
-    found = fit(made)
-    off = [abs(verdict.off) for verdict in verdicts(made, found["nvidia-consumer"])]
+    results = fit(made)
+    off = [abs(verdict.off) for verdict in verdicts(made, results["nvidia-consumer"])]
     assert max(off) < 0.1 < max(abs(verdict.off) for verdict in verdicts(made, first))
-    assert found["cpu"] == constants()["cpu"] and not found["apple"].reported
+    assert results["cpu"] == constants()["cpu"] and not results["apple"].reported
 
 
 def test_constants_are_written_as_they_are_read() -> None:

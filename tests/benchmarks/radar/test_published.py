@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from benchmarks.radar.published import Measured, published
 from blockdraft.models import known
 from blockdraft.radar.devices import find
+from blockdraft.radar.step import BITS
 
 ROW: dict[str, Any] = {
     "device": "RTX 4090",
@@ -23,7 +24,6 @@ ROW: dict[str, Any] = {
     "source": "https://example.org",
 }
 DRAFTED = {**ROW, "method": "dflash", "block_size": 16, "drafted": 300.0}
-BYTES = {"bf16": 2.0, "Q8_0": 1.06, "Q5_K_M": 0.7, "Q4_K_M": 0.6, "mxfp4": 0.53, "int4": 0.53}
 
 
 def test_the_table_is_wide() -> None:
@@ -46,17 +46,18 @@ def test_measurements_are_possible() -> None:
 def possible(measured: Measured) -> None:
     device, model = find(measured.device), known(measured.model)
     assert model.parameters and model.hidden_size and measured.context <= (model.context or 1 << 30)
-    weights = (model.active_parameters or model.parameters) * BYTES[measured.weights]
+    bytes_per_weight = BITS[measured.weights] / 8
+    weights = (model.active_parameters or model.parameters) * bytes_per_weight
     if device.memory_gb:
-        assert model.parameters * BYTES[measured.weights] < 2**30 * device.memory_gb
-    if measured.plain:  # one text cannot be read faster than its weights
+        assert model.parameters * bytes_per_weight < 2**30 * device.memory_gb
+    if measured.plain:  # no sequence decodes faster than the weights are read
         assert measured.plain / measured.batch < 1.25 * 1e9 * device.bandwidth_gbs / weights
     if measured.plain and measured.drafted and measured.block_size:
         assert measured.drafted / measured.plain < measured.block_size
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({**ROW, "plain": None}, "nothing was measured"),
         ({**ROW, "plain": -1.0}, "plain"),
@@ -68,6 +69,6 @@ def possible(measured: Measured) -> None:
         ({**ROW, "colour": "red"}, "colour"),
     ],
 )
-def test_what_does_not_follow_the_schema_is_refused(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_what_does_not_follow_the_schema_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         Measured.model_validate(row)

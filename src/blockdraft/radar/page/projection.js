@@ -31,9 +31,10 @@ function makeRadar(data) {
     const step = {};
     step.experts = (size) => s.experts * (1 - (1 - s.experts_per_token / s.experts) ** (size * batch));
     step.weightsRead = (size) => {
-      const outside = s.tied ? s.parameters : s.parameters - s.vocabulary * s.hidden;
-      if (!s.experts || s.experts === s.experts_per_token) return outside;
-      return outside - (s.experts - step.experts(size)) * (s.parameters - s.active) / (s.experts - s.experts_per_token);
+      const embedding = s.tied ? 0 : s.vocabulary * s.hidden;
+      if (!s.experts || s.experts === s.experts_per_token) return s.active - embedding;
+      const expert = (s.parameters - s.active) / (s.experts - s.experts_per_token);
+      return s.parameters - embedding - (s.experts - step.experts(size)) * expert;
     };
     step.readBytes = (size) => step.weightsRead(size) * bits / 8 +
       batch * (kvCacheBytes(s, context) + s.recurrent_layers * s.state_numbers * 4 * (1 + size));
@@ -48,13 +49,13 @@ function makeRadar(data) {
       return read / (1e9 * m.bandwidth_gbs * (m.measured ? 1 : constant.bandwidth));
     };
     step.memorySeconds = (size) => reading(step.readBytes(size), s.parameters * bits / 8);
-    const rate = (draftBits) => {
+    const rate = (draftBits, prompt) => {
       const packed = (draftBits || bits) < 16;
       const wide = m.kind === "cpu" ? (m.measured ? ["bf16", "fp32"] : ["fp32", "bf16"]) : data.arithmetic[draftBits ? "" : weights] || ["bf16", "fp32"];
       const kinds = packed && m.kind === "cpu" ? data.on_cpus : wide;
       const kind = [...kinds, "fp32", "bf16"].find((name) => m[name] !== null);
-      if (m.measured) return 1e12 * m[kind] * N.OF_KERNELS;
-      return 1e12 * m[kind] * constant.arithmetic * (packed && kind !== "fp8" && kind !== "fp4" ? N.UNPACKING : 1);
+      if (m.measured) return 1e12 * m[kind] * N.OF_KERNELS * (prompt ? 2 : 1);
+      return 1e12 * m[kind] * (prompt ? constant.prompt : constant.arithmetic) * (packed && kind !== "fp8" && kind !== "fp4" ? N.UNPACKING : 1);
     };
     step.arithmeticSeconds = (size) => step.flops(size) / rate();
     const overlapped = (reading, computing) => Math.max(reading, computing) + (1 - constant.overlap) * Math.min(reading, computing);
@@ -73,7 +74,7 @@ function makeRadar(data) {
     };
     step.prompt = () => {
       const alone = makeRoofline(s, m, constant, bits, weights, context, 1);
-      return overlapped(alone.memorySeconds(Math.min(context, 256)), alone.flops(context) / 2 / rate()) +
+      return overlapped(alone.memorySeconds(Math.min(context, 256)), alone.flops(context) / rate(null, true)) +
         (overhead(s.layers) + constant.step_ms / 1e3) * Math.ceil(context / N.PREFILL_TOKENS);
     };
     return step;
@@ -143,6 +144,7 @@ function makeRadar(data) {
         block_bound: step.memorySeconds(best.size) >= step.arithmeticSeconds(best.size) ? "memory" : "arithmetic",
         experts_read: s.experts ? [step.experts(1), step.experts(best.size)] : null,
         drafter: best.drafter.hub, tau: best.taus, tau_source: best.tau.where || best.tau.source, speedup: gain,
+        least_tau: drafting ? best.seconds / plain : null,
         drafting: gain < N.LOSES ? "loses" : gain > N.WINS ? "wins" : "neither",
       },
     };
@@ -177,7 +179,7 @@ function makeRadar(data) {
       throw new Error(`${name}: num_experts_per_tok is ${perToken}, but there are ${experts} experts.`);
     }
     const width = number(["moe_intermediate_size"], 0) || intermediate;
-    const dense = experts ? Math.min(number(["first_k_dense_replace"], 0), layers) : layers;
+    const dense = experts ? Math.min(number(["first_k_dense_replace", "num_dense_layers"], 0), layers) : layers;
     const shared = number(["n_shared_experts"], 0) * width + number(["shared_expert_intermediate_size"], 0);
     const latent = number(["kv_lora_rank"], 0), rotated = latent ? number(["qk_rope_head_dim"], 64) : 0;
     const kinds = Array.isArray(text.layer_types) ? text.layer_types.map(String) : [];
@@ -200,7 +202,11 @@ function makeRadar(data) {
     const stateWidth = number(["linear_num_value_heads"], 0) * number(["linear_value_head_dim"], 128) ||
       Math.floor(1.25 * hidden);
     const keys = number(["linear_num_key_heads"], 0) * number(["linear_key_head_dim"], 128);
-    const mixing = hidden * (2 * (keys || stateWidth) + 3 * stateWidth);
+    let mixing = hidden * (2 * (keys || stateWidth) + 3 * stateWidth), stateNumbers = stateWidth * 128;
+    if (kinds.includes("conv")) {
+      mixing = 4 * hidden * hidden;
+      stateNumbers = number(["conv_L_cache"], 3) * hidden;
+    }
     const tied = text.tie_word_embeddings === undefined ? true : Boolean(text.tie_word_embeddings);
     let outside = vocabulary * hidden * (tied ? 1 : 2) + (layers - recurrent) * attention + recurrent * mixing +
       dense * 3 * hidden * intermediate;
@@ -212,7 +218,7 @@ function makeRadar(data) {
       heads, head_size: headSize, vocabulary, context: number(["max_position_embeddings", "n_positions"], 0), tied,
       experts, experts_per_token: perToken, full_layers: layers - recurrent - windowed, full_numbers: numbers,
       window_layers: windowed, window_numbers: numbers, window: windowed ? window : 0, recurrent_layers: recurrent,
-      state_numbers: recurrent ? stateWidth * 128 : 0, stored_bytes: 0, licence: null, drafters: [data.unknown],
+      state_numbers: recurrent ? stateNumbers : 0, stored_bytes: 0, licence: null, drafters: [data.unknown],
     };
   }
 
