@@ -214,6 +214,7 @@ class Service:
                         listener=partial(send, queue, index),
                         drafting=drafting,
                         trace=speculation.trace,
+                        instruction_tokens=choice.instruction_tokens,
                     )
                     running.append(_RunningChoice(choice, request, engine, meter))
             except BaseException:
