@@ -25,7 +25,9 @@ PARAMS = SamplingParams(24, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "libraries").symlink_to(cache_folder() / "libraries")
+    libraries = cache_folder() / "libraries"
+    libraries.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "libraries").symlink_to(libraries)
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     return tmp_path / "prefixes"
 
@@ -37,7 +39,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 def ask(target: Target, drafter: Drafter, prompt: list[int] = PROMPT, stored: int = 64, known: int = 120) -> Request:
     """Answer a prompt with a new engine, as after a restart."""
-    with Engine(target, drafter, drafting=Drafting(4), stored_prefix_tokens=stored, prefix_tokens=0) as engine:
+    with Engine(target, drafter, drafting=Drafting(min(4, drafter.block_size)), stored_prefix_tokens=stored) as engine:
         request = engine.submit(prompt, PARAMS, instruction_tokens=known)
         request.result(60)
     return request
@@ -138,7 +140,7 @@ def test_a_file_of_another_model_is_not_used(target: Target, folder: Path, tiny_
 def test_a_deleted_file_is_prefilled(target: Target, folder: Path) -> None:
     drafter = load_drafter("none", target=target)
     expected = ask(target, drafter)
-    with Engine(target, drafter, drafting=Drafting(4), stored_prefix_tokens=64) as engine:
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
         assert engine.scheduler.idle
         for path in files(folder):
             path.unlink()
@@ -150,7 +152,7 @@ def test_requests_beside_each_other(target: Target, tiny_drafter_dir: Path) -> N
     prompts = [PROMPT, [*INSTRUCTIONS, 8], [4, 5, 6], [*INSTRUCTIONS[:70], 9, 9]]
     expected = [ask(target, drafter, prompt, stored=0).token_ids for prompt in prompts]
     ask(target, drafter)
-    with Engine(target, drafter, drafting=Drafting(4), stored_prefix_tokens=64) as engine:
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
         completions = engine.generate(prompts, PARAMS)
     assert [completion.token_ids for completion in completions] == expected
     assert [completion.stats.remembered for completion in completions[:3]] == [120, 120, 0]

@@ -46,7 +46,9 @@ def engine(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     target = load_target(tiny_target_dir, backend="native")
     assert target.tokenizer is not None
     target.tokenizer.chat_template = TEMPLATE
-    (tmp_path / "libraries").symlink_to(cache_folder() / "libraries")
+    libraries = cache_folder() / "libraries"
+    libraries.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "libraries").symlink_to(libraries)
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     with Engine(target, load_drafter("none", target=target), 4, prefill_tokens=4, stored_prefix_tokens=32) as engine:
         yield engine

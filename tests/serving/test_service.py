@@ -18,7 +18,7 @@ from blockdraft.errors import UsageError
 from blockdraft.models import known
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.errors import ApiError
-from blockdraft.serving.request import Event, Finished, GenerationRequest, PrefillProgress, TextDelta
+from blockdraft.serving.request import Event, Finished, GenerationRequest, TextDelta
 from blockdraft.serving.schemas import Speculation
 from blockdraft.serving.service import Service, TokenTexts
 from blockdraft.serving.settings import ServeSettings
@@ -43,7 +43,7 @@ async def settle(engine: Engine) -> None:
         await asyncio.sleep(0.01)
 
 
-async def drain(events: AsyncGenerator[tuple[int, Event | PrefillProgress], None]) -> list[Any]:
+async def drain(events: AsyncGenerator[tuple[int, Any], None]) -> list[Any]:
     return [event async for _, event in events]
 
 
