@@ -105,7 +105,8 @@ class PrefixStore:
         name = hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
         path = self._folder / f"{self._key}-{name}{SUFFIX}"
         self._tokens[path] = list(tokens)
-        self._thread.submit(self._write, path, {**tensors, TOKENS: torch.tensor(tokens, dtype=torch.int32)})
+        with suppress(RuntimeError):  # the process is exiting
+            self._thread.submit(self._write, path, {**tensors, TOKENS: torch.tensor(tokens, dtype=torch.int32)})
 
     def close(self) -> None:
         """Wait until all files are written."""
