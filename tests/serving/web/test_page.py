@@ -99,7 +99,7 @@ def test_fenced_code_becomes_a_block_with_a_button(browser: Browser, url: str) -
     blocks = visit.page.locator(".turn .code")
     expect(blocks).to_have_count(2)
     expect(blocks.nth(0)).to_contain_text("python")
-    assert blocks.locator("pre").all_text_contents() == ["def f():\n    return 1\n", "ls <b>\n"]
+    assert blocks.locator("pre").all_text_contents() == ["def f():\n    return 1\n", "ls <b>"]
     assert visit.page.locator(".turn .answer").nth(1).text_content().startswith("Two blocks:\n")
     assert blocks.locator("pre .draft").count() > 0
     blocks.nth(0).get_by_role("button", name="Copy").click()

@@ -1,5 +1,5 @@
 function showValues() {
-  const text = { temperature: (v) => (v === "0" ? "0 (greedy)" : v), tree_budget: (v) => (v === "0" ? "0 (a chain)" : v) };
+  const text = { temperature: (v) => (v === "0" ? "0 (greedy)" : v), tree_budget: (v) => (v === "0" ? "0 (a chain)" : v), max_tokens: (v) => `${v} tokens` };
   for (const id of ["temperature", "block_size", "tree_budget", "max_tokens"]) {
     const { value } = $(id);
     $(`${id}-value`).textContent = text[id]?.(value) ?? value;
