@@ -32,6 +32,7 @@ CACHED = {
     "libraries": "forwards compiled for this processor",
     "weights": "weights of large targets, packed for their compiled forward",
     "costs": "times of steps, for each target and drafter",
+    "prefixes": "keys and values of agents' instructions, for each target and drafter",
     "threads": "fastest number of threads, for each target",
     MODELS: "models that `blockdraft pull` got",
 }
@@ -53,6 +54,11 @@ def weights_limit() -> int:
         return int((folder / LIMIT_FILE).read_text())
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return min(20 * 10**9, shutil.disk_usage(disk).total // 10)
+
+
+def prefixes_limit() -> int:
+    """Return the size limit of stored prefixes in bytes, a fifth of that of cached packed weights."""
+    return weights_limit() // 5
 
 
 def set_weights_limit(size: int) -> None:

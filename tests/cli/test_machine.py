@@ -79,18 +79,18 @@ def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run
     assert (code, out) == (
         2,
         "",
-    ) and err == "error: KIND must be one of libraries, weights, costs, threads, models, got 'cost'.\n"
+    ) and err == "error: KIND must be one of libraries, weights, costs, prefixes, threads, models, got 'cost'.\n"
 
 
 def test_the_limit_of_packed_weights(cache: Path, run: Run) -> None:
     assert 0 < json.loads(run("list", "--json")[1])["weights_limit"] <= 20 * 10**9
-    assert run("limit", "2.5") == run("limit") == (0, "weights: at most 2.5 GB\n", "")
+    assert run("limit", "2.5") == run("limit") == (0, "weights: at most 2.5 GB, prefixes: 0.5 GB\n", "")
     assert "weights: at most 2.5 GB" in run("list")[1]
     for wrong in ("inf", "nan", "1e30", "abc"):
         code, out, err = run("limit", wrong)
         assert (code, out) == (2, "") and f"GB must be a number from 0 to 1000000, got '{wrong}'" in err
     assert run("limit", "-1")[0] == 2
-    assert run("limit") == (0, "weights: at most 2.5 GB\n", "")
+    assert run("limit") == (0, "weights: at most 2.5 GB, prefixes: 0.5 GB\n", "")
 
 
 def test_models_are_cleared_only_by_name(cache: Path, run: Run) -> None:

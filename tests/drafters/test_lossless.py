@@ -167,6 +167,21 @@ def test_answers_are_those_of_plain_decoding(
             check_tree(tokens, parents, drafting.tree_budget or drafter.block_size - 1, drafter.block_size)
 
 
+def test_stored_prefixes_change_neither_tokens_nor_drafts(
+    target: Target, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    prompt = [(7 * i * i + 3) % 60 + 4 for i in range(120)]
+    results = []
+    for stored_prefix_tokens in (0, 64, 64):  # the first does not store, the second stores, the third loads
+        drafting = Drafting(min(4, drafter.block_size))
+        with Engine(target, drafter, drafting=drafting, stored_prefix_tokens=stored_prefix_tokens) as engine:
+            results.append(engine.submit(prompt, LONG, instruction_tokens=100).result(60))
+    assert [result.stats.remembered for result in results] == [0, 0, 100]
+    assert results[0].token_ids == results[1].token_ids == results[2].token_ids
+    assert results[0].stats.committed == results[2].stats.committed
+
+
 def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int) -> None:
     """Check for at most `most` draft tokens, paths of at most `block_size` tokens, and siblings of different tokens."""
     draft_tokens = [(parent, token) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]

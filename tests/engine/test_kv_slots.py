@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from blockdraft.engine.kv_slots import BLOCK, FreeSlots, PrefixIndex, common_length
+from blockdraft.engine.kv_slots import BLOCK, FreeSlots, PrefixIndex
+from blockdraft.engine.prefix_store import common_length
 
 
 def text(*parts: tuple[int, int]) -> list[int]:

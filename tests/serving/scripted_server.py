@@ -2,7 +2,7 @@
 
 The prompt chooses: `SLOW` waits between steps, `PAUSE` does not draft, `BUSY` is a 429, `BAD` a 400, `BREAK` breaks
 off, `FAIL` ends with an error inside the stream, `DIFFER` answers otherwise without drafting, and `SAY text` says just
-that.
+that. `LONG` first reports the progress of a long prefill.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from blockdraft.serving.web import router
 
 TEXT = "The baker has 4 * 6 = 24 rolls.\nSo there are 24 - 9 = 15 rolls left.\nThe answer is \\boxed{15}."
-MODEL = {
+MODEL: dict[str, Any] = {
     "target": "scripted-target",
     "drafter": "scripted-drafter",
     "block_size": 8,
@@ -34,7 +34,7 @@ STEP_SECONDS = 0.004
 ACCEPTED = (3, 0, 1, 2, 5, 1, 0)  # draft tokens per step
 
 
-def make_app(key: str | None = None, has_chat_template: bool = True) -> FastAPI:
+def make_app(key: str | None = None, has_chat_template: bool = True, drafter: str = MODEL["drafter"]) -> FastAPI:
     """Return an application with the page and scripted responses.
 
     `app.state.requests` holds the bodies that came, `app.state.running` how many answers are being streamed, and
@@ -43,6 +43,7 @@ def make_app(key: str | None = None, has_chat_template: bool = True) -> FastAPI:
     app = FastAPI()
     app.state.requests, app.state.running, app.state.most_running = [], 0, 0
     app.include_router(router())
+    about = MODEL | {"has_chat_template": has_chat_template, "drafter": drafter}
 
     @app.middleware("http")
     async def check_key(request: Request, call_next: Any) -> Response:
@@ -52,7 +53,7 @@ def make_app(key: str | None = None, has_chat_template: bool = True) -> FastAPI:
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"data": [{"id": "scripted", "blockdraft": MODEL | {"has_chat_template": has_chat_template}}]}
+        return {"data": [{"id": "scripted", "blockdraft": about}]}
 
     @app.post("/v1/chat/completions")
     @app.post("/v1/completions")
@@ -85,6 +86,10 @@ async def _counted(app: FastAPI, lines: AsyncIterator[str]) -> AsyncIterator[str
 
 async def _stream(body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
     drafting = body["speculation"]["enabled"] and "PAUSE" not in prompt
+    if "LONG" in prompt:
+        for done in (1024, 2048):
+            yield f": prefill {done}/17600\n\n"
+        await asyncio.sleep(1)
     text = prompt.split("SAY ", 1)[1] if "SAY " in prompt else TEXT
     if "DIFFER" in prompt and not drafting:
         text = text.replace("15 rolls", "16 rolls")

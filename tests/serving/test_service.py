@@ -43,7 +43,7 @@ async def settle(engine: Engine) -> None:
         await asyncio.sleep(0.01)
 
 
-async def drain(events: AsyncGenerator[tuple[int, Event], None]) -> list[Event]:
+async def drain(events: AsyncGenerator[tuple[int, Any], None]) -> list[Any]:
     return [event async for _, event in events]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -96,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Words of the command line; None takes those of the process.
     """
+    logging.getLogger("blockdraft").setLevel(logging.INFO)
+    if logging.lastResort is not None:  # prints to standard error what no other handler takes
+        logging.lastResort.setLevel(logging.INFO)
     try:
         app(arguments, prog_name="blockdraft")
     except ValueError as error:

@@ -103,18 +103,18 @@ def list_(as_json: AsJson = False) -> None:
         table.add_row(kind, str(summary["files"]), _size(summary["bytes"]), newest, CACHED[kind])
     console.print(str(cache_folder()), soft_wrap=True)
     console.print(table)
-    console.print(f"weights: at most {weights_limit() / 1e9:.1f} GB; `blockdraft cache limit GB` sets another limit")
+    console.print(f"{_limits()}; `blockdraft cache limit GB` sets another limit", soft_wrap=True)
 
 
 def limit(
     gigabytes: Annotated[str | None, typer.Argument(metavar="[GB]", help="New limit; 0 keeps none.")] = None,
 ) -> None:
-    """Show or set the size limit of packed weights.
+    """Show or set the size limit of packed weights. Stored prefixes may take a fifth of it.
 
     The least recently used ones are deleted when new ones are added. By default the limit is 20 GB, or a tenth of the
     disk where that is less.
     """
-    from blockdraft.machine import set_weights_limit, weights_limit
+    from blockdraft.machine import set_weights_limit
 
     if gigabytes is not None:
         number = None
@@ -123,7 +123,13 @@ def limit(
         if number is None or not 0 <= number <= MAX_GIGABYTES:
             raise UsageError(f"GB must be a number from 0 to {MAX_GIGABYTES}, got {gigabytes!r}.")
         set_weights_limit(round(number * 1e9))
-    print(f"weights: at most {weights_limit() / 1e9:.1f} GB")
+    print(_limits())
+
+
+def _limits() -> str:
+    from blockdraft.machine import prefixes_limit, weights_limit
+
+    return f"weights: at most {weights_limit() / 1e9:.1f} GB, prefixes: {prefixes_limit() / 1e9:.1f} GB"
 
 
 def clear(

@@ -91,6 +91,7 @@ def _engine(
 ) -> Engine:
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
+    from blockdraft.engine.prefix_store import STORED_TOKENS
 
     target = replace(run, backend=backend).load_for(drafter, network)
     cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, target.device.type == "cpu")
@@ -101,6 +102,7 @@ def _engine(
         drafting,
         prefix_tokens=prefix_tokens,
         cache_tokens=cache_tokens,
+        stored_prefix_tokens=STORED_TOKENS if settings.stored_prefixes else 0,
     )
 
 

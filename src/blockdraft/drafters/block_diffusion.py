@@ -59,6 +59,9 @@ class BlockState(SequenceState):
     def cut(self, value: list[int], length: int) -> list[int]:
         return value[:length]
 
+    def value_of(self, start: int, tokens: Sequence[int]) -> list[int]:
+        return list(tokens)
+
     @property
     def cache(self) -> Any:
         return self.inner[0]

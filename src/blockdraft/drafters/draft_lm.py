@@ -57,6 +57,9 @@ class DraftState(SequenceState):
         committed = value.committed[:length]
         return Tokens(committed, value.cached[: len(committed)])
 
+    def value_of(self, start: int, tokens: Sequence[int]) -> Tokens:
+        return Tokens(list(tokens), list(tokens[: self.cache.of([start]).lengths[0]]))
+
     @property
     def cache(self) -> Any:
         return self.inner[0]

@@ -118,6 +118,10 @@ class HybridState(SequenceState):
         self._catch_up_all(source)
         super().copy(source, start, length)
 
+    def export(self, start: int, length: int) -> dict[str, Tensor]:
+        self._catch_up_all(start)
+        return super().export(start, length)
+
 
 class HybridDrafter(Drafter):
     """Drafts with several drafters at once.

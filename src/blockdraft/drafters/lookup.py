@@ -107,6 +107,9 @@ class LookupState(SequenceState):
     def cut(self, value: IndexedSequence, length: int) -> IndexedSequence:
         return IndexedSequence(value.tokens[:length])
 
+    def value_of(self, start: int, tokens: Sequence[int]) -> IndexedSequence:
+        return IndexedSequence(tokens)
+
 
 class LookupDrafter(Drafter):
     """Drafts what followed the longest match of the last tokens, anchor included.

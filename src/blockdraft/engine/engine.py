@@ -19,6 +19,7 @@ from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.infill import ExtraFile, infill_params, infill_prompt
 from blockdraft.engine.kv_slots import Memory
 from blockdraft.engine.prediction import Prediction
+from blockdraft.engine.prefix_store import PrefixStore
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
@@ -51,6 +52,8 @@ class Engine:
         cache_tokens: KV slots of target and drafter, those of finished requests included; None is room for
             `max_batch_size` requests of the greatest length, or what the memory allows.
         prefill_tokens: Most prompt tokens that are read between two steps; None is 256 on a CPU and 2048 elsewhere.
+        stored_prefix_tokens: Least `instruction_tokens` of a request that are stored in the cache folder, from which
+            later engines of this pair load them; 0 stores none, nor does a pair that `PrefixStore` does not support.
 
     Raises:
         UsageError: A number is too small, the block is longer than the drafter's, or the target cannot score trees.
@@ -70,6 +73,7 @@ class Engine:
         prefix_tokens: int = 0,
         cache_tokens: int | None = None,
         prefill_tokens: int | None = None,
+        stored_prefix_tokens: int = 0,
     ) -> None:
         if prefill_tokens is None:
             prefill_tokens = PREFILL_TOKENS_CPU if target.device.type == "cpu" else PREFILL_TOKENS
@@ -108,6 +112,8 @@ class Engine:
             automatic=self.controller.automatic,
             behind=self.slots_behind,
         )
+        self.stored_prefix_tokens = stored_prefix_tokens if PrefixStore.supports(target, drafter) else 0
+        self._prefix_store: PrefixStore | None = None
         self._cache_tokens, self._memory_limit = cache_tokens, memory_limit
         self._lock = threading.Lock()
         self._scheduler: Scheduler | None = None
@@ -133,6 +139,8 @@ class Engine:
         """The scheduler, made at first use, which allocates the caches."""
         if self._scheduler is None:
             self.controller.prepare()
+            if self.stored_prefix_tokens:
+                self._prefix_store = PrefixStore(self.target, self.drafter, self.stored_prefix_tokens)
             self._scheduler = Scheduler(
                 runner=Runner(self.target, self.drafter, slots=self.cache_tokens, sampled=self.drafting.sampled),
                 controller=self.controller,
@@ -140,8 +148,14 @@ class Engine:
                 max_batch_size=self.max_batch_size,
                 prefix_tokens=self.prefix_tokens,
                 prefill_tokens=self.prefill_tokens,
+                prefix_store=self._prefix_store,
             )
         return self._scheduler
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that are being prefilled or decoded."""
+        return [] if self._scheduler is None else self._scheduler.running
 
     # Requests.
 
@@ -152,10 +166,12 @@ class Engine:
         listener: Callable[[Chunk], object] | None = None,
         drafting: RequestDrafting | None = None,
         trace: bool = False,
+        instruction_tokens: int = 0,
     ) -> Request:
         """Queue one prompt, and return at once.
 
         Args:
+            instruction_tokens: Leading tokens of the prompt that may be stored, see `stored_prefix_tokens`.
             listener: Called with each chunk of the answer, in the worker thread, so it should be quick. An exception
                 in it ends the request.
             drafting: Draft limits of this request; None is as far as the engine drafts.
@@ -170,7 +186,7 @@ class Engine:
             ClosedError: The engine is closed.
         """
         request = self.request(prompt, params or SamplingParams(), drafting, trace)
-        request.listener = listener
+        request.listener, request.instruction_tokens = listener, instruction_tokens
         self._begin([request])
         return request
 
@@ -361,6 +377,8 @@ class Engine:
                     request.wait()
                 self._worker.join()
                 self._scheduler = None
+                if self._prefix_store is not None:
+                    self._prefix_store.close()
         if self.controller.automatic and not is_busy():  # times beside other work would mislead the next engine
             for drafter, learned in self.controller.learned():
                 update(self.target, drafter, learned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -11,10 +12,14 @@ from typing import NamedTuple
 import torch
 
 from blockdraft.drafters import Drafter
+from blockdraft.engine.prefix_store import PrefixStore, StoredPrefix, common_length
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import MAX_OWN_NODES, MAX_PENDING_STEPS, OBSERVE_TOKENS, Runner
+from blockdraft.errors import describe
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
+
+log = logging.getLogger(__name__)
 
 BLOCK = 16  # tokens; a shorter common prefix is not worth a copy
 SHARE = 0.9  # of the free memory
@@ -36,14 +41,16 @@ class KVSlots:
         runner: Owns the caches.
         slots: KV slots of each cache.
         prefix_tokens: Most tokens of finished sequences that are kept.
+        prefix_store: Keeps instructions on disk; None keeps none.
     """
 
-    def __init__(self, runner: Runner, slots: int, prefix_tokens: int) -> None:
-        self._runner, self._prefix_tokens = runner, prefix_tokens
+    def __init__(self, runner: Runner, slots: int, prefix_tokens: int, prefix_store: PrefixStore | None = None) -> None:
+        self._runner, self._prefix_tokens, self._prefix_store = runner, prefix_tokens, prefix_store
         self._can_share = runner.target.can_truncate
         self._free = FreeSlots(slots)
         self._index = PrefixIndex()  # of running and finished sequences
         self._finished: OrderedDict[int, list[int]] = OrderedDict()  # tokens by first slot, least recently used first
+        self._loading: dict[RunningSequence, StoredPrefix] = {}
 
     def longest_prefix(self, request: Request) -> Prefix | None:
         """Return the longest prefix of a request's prompt that a sequence holds or is about to read."""
@@ -73,20 +80,70 @@ class KVSlots:
         self._index.add(start, request.prompt)
         return start
 
+    def begin_loading(self, sequence: RunningSequence, num_known: int) -> bool:
+        """Begin to load a stored prefix of a sequence's prompt, if it saves enough. Return whether it does.
+
+        Args:
+            num_known: Tokens of the prompt that are in memory.
+        """
+        request = sequence.request
+        if self._prefix_store is None or request.params.prompt_logprobs is not None:
+            return False
+        longest = self._prefix_store.longest(request.prompt[:-1])
+        if longest is None or longest[0] - num_known < self._prefix_store.min_tokens // 4:
+            return False
+        self._loading[sequence] = StoredPrefix(longest[0], self._prefix_store.read(longest[1]))
+        return True
+
+    def is_loading(self, sequence: RunningSequence) -> bool:
+        return sequence in self._loading
+
+    def finish_loading(self, sequence: RunningSequence, wait: bool) -> None:
+        """Copy the stored prefix of a sequence that is loading one, once it has been read.
+
+        Args:
+            wait: Whether to wait until it has been read.
+        """
+        stored = self._loading.get(sequence)
+        if stored is None or not (wait or stored.tensors.done()):
+            return
+        del self._loading[sequence]
+        tensors = stored.tensors.result()
+        if tensors is None:
+            return
+        try:
+            self._runner.load(sequence.start, sequence.request.prompt[: stored.length], tensors)
+        except Exception as error:
+            log.warning("A stored prefix cannot be loaded: %s", describe(error))
+            self._runner.close(sequence.start, zero_slots=True)
+            self._runner.open(sequence.start, sequence.capacity)
+        else:
+            sequence.prefilled = sequence.request.stats.remembered = stored.length
+
     def is_finished(self, start: int) -> bool:
         """Return whether this is a finished sequence."""
         return start in self._finished
 
     def free(self, sequence: RunningSequence) -> None:
         """Keep a sequence whose request has ended, or release its slots."""
+        self._store_instructions(sequence)
         if not self._keep(sequence):
             self.release(sequence, zero_slots=sequence.request.failure is not None)
 
     def release(self, sequence: RunningSequence, zero_slots: bool) -> None:
         """Release the slots of a sequence. See `Runner.close` for `zero_slots`."""
+        self._loading.pop(sequence, None)
         self._index.remove(sequence.start)
         self._runner.close(sequence.start, zero_slots=zero_slots)
         self._free.give(sequence.start, sequence.capacity)
+
+    def _store_instructions(self, sequence: RunningSequence) -> None:
+        """Store the instructions in a sequence's prompt on disk, unless they are short or stored already."""
+        request, store = sequence.request, self._prefix_store
+        tokens = request.prompt[: request.instruction_tokens]
+        if store is None or request.failure is not None or sequence.prefilled < len(tokens) or not store.wants(tokens):
+            return
+        store.write(tokens, self._runner.export(sequence.start, len(tokens)))
 
     def _keep(self, sequence: RunningSequence) -> bool:
         """Keep a sequence for requests with the same prefix, if possible."""
@@ -185,14 +242,6 @@ class PrefixIndex:
         lengths = {start: common_length(self._tokens[start], tokens) for start in candidates}
         start = max(lengths, key=lengths.__getitem__, default=None)
         return Prefix(start, lengths[start]) if start is not None and lengths[start] >= BLOCK else None
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    least = min(len(one), len(other))
-    if one[:least] == other[:least]:
-        return least
-    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
 def _hashes(tokens: Sequence[int]) -> list[int]:

@@ -36,6 +36,8 @@ class Request:
         prediction: Its predicted output, if it has one.
         max_depth: Most draft tokens on a path by the request's limits, or None.
         trace: Whether chunks report the steps they come from.
+        instruction_tokens: Leading tokens of the prompt that are a program's instructions, which may be stored on disk.
+        num_prefilled: Tokens of the prompt that have been read.
         step: The last step, until a chunk has reported it.
         token_ids: The answer so far. The last token is the anchor.
         drafted: For each token, whether it was a draft token.
@@ -57,6 +59,8 @@ class Request:
     prediction: Prediction | None = None
     max_depth: int | None = None
     trace: bool = False
+    instruction_tokens: int = 0
+    num_prefilled: int = 0
     step: StepTrace | None = None
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)

@@ -6,7 +6,7 @@ anchor alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.errors import RequestError, describe
 from blockdraft.kernels.cpu.library import one_torch_thread
 from blockdraft.machine import send
+from blockdraft.nn.cache import part_of
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_CHOICE, DRAFTING, FORWARD, OBSERVE, VERIFICATION, StepTimer
 from blockdraft.types import StepTrace, TokenLogprob
@@ -121,6 +122,18 @@ class Runner:
         for store in (self.cache, self.state):
             store.copy(source, start, length)
 
+    def export(self, start: int, length: int) -> dict[str, Tensor]:
+        """Return copies of what target and drafter keep for a sequence's first `length` tokens, by name."""
+        self.catch_up()
+        parts = (("target", self.cache), ("drafter", self.state))
+        return {f"{part}.{name}": t for part, store in parts for name, t in store.export(start, length).items()}
+
+    def load(self, start: int, tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Fill an empty sequence with committed tokens, from what `export` returned for a sequence that begins so."""
+        self.catch_up()
+        for part, store in (("target", self.cache), ("drafter", self.state)):
+            store.load(start, tokens, part_of(tensors, f"{part}."))
+
     def remember(self, request: Request) -> None:
         """Let the drafter keep the output of a finished request for others of its `lookup_scope`."""
         if request.params.lookup_scope is not None:
@@ -196,6 +209,7 @@ class Runner:
             if i not in invalid:
                 sequence.request.prompt_logprobs += prompt_scores[i]
                 sequence.prefilled += counts[i]
+                sequence.request.num_prefilled = sequence.prefilled
         for i, token in first.items():
             sequences[i].request.extend([token], [False], logprobs[i])
         self._observe(sequences, tokens, output.hidden_states, paths)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.kv_slots import KVSlots
+from blockdraft.engine.prefix_store import PrefixStore
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
@@ -19,6 +20,7 @@ from blockdraft.errors import BlockdraftError, NumbersError, RequestError, descr
 log = logging.getLogger(__name__)
 
 SCORED_TOKENS = 256  # tokens per read of a prompt with log probabilities, whose logits take much memory
+LOG_SECONDS = 5.0  # of prefill between two lines in the log
 IDLE_READS = 4  # reads of `prefill_tokens` in a step without a batch to decode
 _NOT_FINITE = NumbersError("The logits are not finite.")
 
@@ -54,6 +56,7 @@ class Scheduler:
         max_batch_size: Most running sequences.
         prefix_tokens: Most tokens of finished sequences that are kept.
         prefill_tokens: Most prompt tokens that are read between two steps.
+        prefix_store: Keeps instructions on disk; None keeps none.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class Scheduler:
         max_batch_size: int,
         prefix_tokens: int,
         prefill_tokens: int,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         self._runner, self._controller = runner, controller
-        self._kv_slots = KVSlots(runner, slots, prefix_tokens)
+        self._kv_slots = KVSlots(runner, slots, prefix_tokens, prefix_store)
         self._max_batch_size, self._prefill_tokens = max_batch_size, prefill_tokens
         self._lock = threading.Lock()  # of the queue: requests come from other threads
         self._waiting: deque[Request] = deque()
@@ -153,6 +157,9 @@ class Scheduler:
                 # `allocate` may have evicted a finished sequence.
                 if source is not None or self._kv_slots.is_finished(prefix.start):
                     self._sources[sequence] = Source(source, *prefix)
+            num_known = self._sources[sequence].length if sequence in self._sources else 0
+            if self._kv_slots.begin_loading(sequence, num_known):
+                self._sources.pop(sequence, None)
             self._sequences.append(sequence)
             with self._lock:
                 self._waiting.popleft()
@@ -160,6 +167,7 @@ class Scheduler:
 
     def _copy_prefix(self, sequence: RunningSequence) -> None:
         """Copy a prefix once its source has read it. If the source has gone, the sequence reads the prefix itself."""
+        self._kv_slots.finish_loading(sequence, wait=all(other.in_prefill for other in self._sequences))
         if sequence not in self._sources:
             return
         source, start, length = self._sources[sequence]
@@ -217,6 +225,8 @@ class Scheduler:
             self._copy_prefix(sequence)
             if not sequence.in_prefill or sequence.request.finished or sequence in self._sources:
                 continue
+            if self._kv_slots.is_loading(sequence):
+                continue
             count = min(len(sequence.request.prompt) - sequence.prefilled, self._prefill_tokens)
             if sequence.request.params.prompt_logprobs is not None:  # is read alone
                 if group:
@@ -247,7 +257,10 @@ class Scheduler:
             )
         seconds = time.perf_counter() - began
         for sequence in group:
+            intervals = sequence.request.stats.prefill_seconds // LOG_SECONDS
             sequence.request.stats.prefill_seconds += seconds
+            if sequence.in_prefill and sequence.request.stats.prefill_seconds // LOG_SECONDS > intervals:
+                log.info("Prefill: %d of %d tokens", sequence.prefilled, len(sequence.request.prompt))
             sequence.request.stats.read_seconds += seconds / len(group)
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -55,6 +55,10 @@ class SequenceState:
         """Return the value of a sequence that keeps the first `length` tokens of a sequence with this value."""
         return value
 
+    def value_of(self, start: int, tokens: Sequence[int]) -> Any:
+        """Return the value of a sequence of these committed tokens, whose inner states are loaded."""
+        return self.new_value()
+
     def before_change(self, start: int) -> None:
         """Prepare for a change of a sequence, called before each of the methods below."""
 
@@ -103,6 +107,27 @@ class SequenceState:
         for state in self.inner:
             state.zero_slots(start, whole)
 
+    def export(self, start: int, length: int) -> dict[str, Tensor]:
+        """Return copies of what is kept for a sequence's first `length` tokens, as tensors by name."""
+        self.before_change(start)
+        return {
+            f"{number}.{name}": tensor
+            for number, state in enumerate(self.inner)
+            for name, tensor in state.export(start, length).items()
+        }
+
+    def load(self, start: int, tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Fill an empty sequence with committed tokens.
+
+        Args:
+            tensors: What `export` returned for a sequence that begins with these tokens.
+        """
+        assert len(tokens) <= self._capacities[start]
+        self.before_change(start)
+        for number, state in enumerate(self.inner):
+            state.load(start, tokens, part_of(tensors, f"{number}."))
+        self.values[start] = self.value_of(start, tokens)
+
 
 class KVCache(SequenceState):
     """Keys and values of all layers for the sequences of a batch.
@@ -145,6 +170,29 @@ class KVCache(SequenceState):
         first, end = start + (0 if whole else self._lengths[start]), start + self._capacities[start]
         for store in self._stores():
             store[..., first:end, :] = 0
+
+    def export(self, start: int, length: int) -> dict[str, Tensor]:
+        self.before_change(start)
+        end = start + self.cut(self._lengths[start], length)
+        return {
+            f"{layer}.{number}": store[..., start:end, :].clone(memory_format=torch.contiguous_format)
+            for layer, stores in self._layers.items()
+            for number, store in enumerate(stores)
+        }
+
+    def load(self, start: int, tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        assert self._lengths[start] == 0
+        length = self.cut(min((tensor.size(-2) for tensor in tensors.values()), default=0), len(tokens))
+        by_layer: dict[int, list[Tensor]] = {}
+        for layer, number in sorted(tuple(map(int, name.split("."))) for name in tensors):
+            by_layer.setdefault(layer, []).append(tensors[f"{layer}.{number}"])
+        for layer, parts in by_layer.items():
+            if layer not in self._layers:
+                shapes = [(*part.shape[:-2], self._slots, part.size(-1)) for part in parts]
+                self._layers[layer] = tuple(_zeros(shape, part) for shape, part in zip(shapes, parts, strict=True))
+            for store, part in zip(self._layers[layer], parts, strict=True):
+                store[..., start : start + length, :] = part[..., :length, :]
+        self._lengths[start] = length
 
     @property
     def lengths(self) -> list[int]:
@@ -274,6 +322,11 @@ class KVCache(SequenceState):
     def _stores(self) -> Iterator[Tensor]:
         for stores in self._layers.values():
             yield from stores
+
+
+def part_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it in their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def bucket(count: int) -> int:

@@ -41,7 +41,7 @@ class Backends:
     def __init__(self, usual: Engine, others: Mapping[str, Callable[[], Engine]] | None = None) -> None:
         self.usual = usual
         self.target = public_name(usual.target.path, "target")
-        drafters = [(part.path, public_name(part.path, type(part).__name__)) for part in usual.drafter.parts]
+        drafters = [(part.path, public_name(part.path, part.kind)) for part in usual.drafter.parts]
         self.drafter = JOINT.join(name for _, name in drafters)
         self._paths = [(usual.target.path, self.target), *drafters]
         self._engines = {usual.target.backend: usual}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from blockdraft.engine import Chunk
@@ -85,13 +86,20 @@ class ChunkQueue:
             self._chunks.append((index, chunk))
         self._arrived.set()
 
-    async def take(self) -> list[tuple[int, Chunk]]:
+    async def take(self, seconds: float | None = None) -> list[tuple[int, Chunk]]:
         """Wait for chunks and return all unread ones, each with the index of its choice.
+
+        Args:
+            seconds: Maximum time to wait; then the list is empty.
 
         Raises:
             ApiError: A choice has more than `max_unread` unread tokens.
         """
-        await self._arrived.wait()
+        if seconds is None:
+            await self._arrived.wait()
+        else:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), seconds)
         if self._overflow:
             raise ApiError(
                 408,

@@ -282,6 +282,7 @@ class OllamaResponse(ApiResponse):
     """A response in lines of JSON. Durations are in nanoseconds."""
 
     media_type = "application/x-ndjson"
+    has_comments = False
 
     def __init__(self, model: str) -> None:
         self._model = model

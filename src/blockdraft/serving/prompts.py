@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_rendered, render_chat
 from blockdraft.engine import Engine, infill_params, infill_prompt
+from blockdraft.engine.prefix_store import common_length
 from blockdraft.engine.text import encode_prediction, encode_text
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
@@ -20,6 +23,7 @@ from blockdraft.serving.tool_calls.formats import THINK, THINK_END
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
 
+OTHER_MESSAGE = "\ue000"  # a character that no message begins with
 INFILL_TOKENS = 256  # room for an infill whose request names no `max_tokens`
 RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "messages"}
 RESERVED |= {"add_generation_prompt", "continue_final_message", "return_tensors", "return_assistant_tokens_mask"}
@@ -32,12 +36,14 @@ class Choice:
     Attributes:
         parser: Parses the output of a chat, or ends an infill early; None for plain text.
         clipped: Whether the context shortened the requested `max_tokens`.
+        instruction_tokens: Leading tokens of the prompt that are system messages and tools of a chat.
     """
 
     prompt: list[int]
     params: SamplingParams
     parser: OutputParser | InfillLimits | None
     clipped: bool
+    instruction_tokens: int = 0
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -52,10 +58,12 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     Raises:
         UsageError, ApiError: The request cannot be served.
     """
-    prompt, params, text, content = request.prompt, request.params, "", None
+    prompt, params, text, content, instructions = request.prompt, request.params, "", None, 0
     if isinstance(prompt, Chat):
         text = render(engine.target, prompt)
         ids = encode_rendered(tokenizer_of(engine.target), text)
+        if 0 < engine.stored_prefix_tokens < len(ids):
+            instructions = count_instructions(engine.target, prompt, ids)
         if _continues(prompt):  # the reasoning of the last message has ended, unless it ends inside
             last = prompt.messages[-1]["content"]
             text = THINK if last.rfind(THINK) > last.rfind(THINK_END) else THINK_END
@@ -87,8 +95,27 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
             parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         elif isinstance(prompt, Infill):
             parser = InfillLimits(prompt.max_seconds, prompt.min_indent)
-        choices.append(Choice(ids, replace(params, seed=seed), parser, clipped))
+        choices.append(Choice(ids, replace(params, seed=seed), parser, clipped, instructions))
     return choices
+
+
+def count_instructions(target: Target, chat: Chat, ids: list[int]) -> int:
+    """Return how many leading tokens of a chat's prompt `ids` are its system messages and tools.
+
+    They are the tokens that the prompt shares with that of another chat, which differs in all other messages.
+    """
+    system = list(takewhile(lambda message: message["role"] in ("system", "developer"), chat.messages))
+    other = [*system, {"role": "user", "content": OTHER_MESSAGE}]
+    try:
+        text = render(target, replace(chat, messages=other, continue_final_message=None, add_generation_prompt=None))
+    except UsageError:  # a template that wants other messages
+        return 0
+    return common_length(_encode_once(tokenizer_of(target), text), ids)
+
+
+@lru_cache(maxsize=4)
+def _encode_once(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return encode_rendered(tokenizer, text)
 
 
 def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:

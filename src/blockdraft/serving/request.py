@@ -111,6 +111,18 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class PrefillProgress:
+    """Progress of a long prefill, before the first event of the choices.
+
+    Attributes:
+        num_prefilled, num_tokens: Prompt tokens of all choices that have been read, and all of them.
+    """
+
+    num_prefilled: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Started:
     """First event of a choice, sent after the prefill.
 

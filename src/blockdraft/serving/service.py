@@ -22,11 +22,21 @@ from blockdraft.serving.chunks import ChunkDispatcher, ChunkQueue
 from blockdraft.serving.errors import ApiError, as_api_error
 from blockdraft.serving.metrics import Meter, Metrics
 from blockdraft.serving.prompts import Choice, context_of, encode_messages, prepare, tokenizer_of
-from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Started, TextDelta, Usage
+from blockdraft.serving.request import (
+    Chat,
+    Event,
+    Finished,
+    GenerationRequest,
+    PrefillProgress,
+    Started,
+    TextDelta,
+    Usage,
+)
 from blockdraft.serving.schemas import Speculation
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.types import RequestDrafting
 
+PROGRESS_SECONDS = 1.0  # between two reports of a prefill
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -60,6 +70,10 @@ class Service:
                 "num_requests_waiting": (
                     "Requests that wait for the batch.",
                     lambda: self.admission.waiting,
+                ),
+                "num_prefill_tokens_left": (
+                    "Prompt tokens of running requests that have not been read.",
+                    lambda: sum(len(request.prompt) - request.num_prefilled for request in backends.usual.running),
                 ),
                 "drafting_on": (
                     "1 while decoding steps draft; 0 without a drafter, and while drafting would be slower.",
@@ -146,8 +160,12 @@ class Service:
         except UsageError as error:
             raise UsageError(self.backends.public(str(error))) from error
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Event], None]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, Event | PrefillProgress], None]:
         """Yield the events of all choices as they happen, each with the index of its choice.
+
+        While a prefill takes more than `PROGRESS_SECONDS`, its progress is yielded.
 
         All choices are admitted or none. An error in one choice ends all. Closing the generator cancels them.
 
@@ -172,7 +190,11 @@ class Service:
                     reason: str | None = "abort"
                     try:
                         while not all(choice.done for choice in running):
-                            for index, chunk in await queue.take():
+                            started = all(choice.started for choice in running)
+                            chunks = await queue.take(None if started else PROGRESS_SECONDS)
+                            if not chunks:
+                                yield 0, _prefill_progress(running)
+                            for index, chunk in chunks:
                                 for event in running[index].events(chunk):
                                     yield index, event
                     except Exception:
@@ -214,6 +236,7 @@ class Service:
                         listener=partial(send, queue, index),
                         drafting=drafting,
                         trace=speculation.trace,
+                        instruction_tokens=choice.instruction_tokens,
                     )
                     running.append(_RunningChoice(choice, request, engine, meter))
             except BaseException:
@@ -237,13 +260,14 @@ class _RunningChoice:
     """Turns the chunks of one choice into events.
 
     Attributes:
+        started: Whether the first event was returned.
         done: Whether the last event was returned.
     """
 
     def __init__(self, choice: Choice, request: Request, engine: Engine, meter: Meter) -> None:
         self.request, self.meter = request, meter
         self._choice, self._engine = choice, engine
-        self._started = False
+        self.started = False
         self._reasoning_tokens = 0
         self.done = False
 
@@ -256,8 +280,8 @@ class _RunningChoice:
         if chunk.finish_reason == "cancelled" and not self._ended:  # readers that cancel take no more chunks
             raise ApiError(503, "The server was stopped before the response ended; try again.")
         chunk.checked()
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             yield Started(self._choice.prompt, self.request.prompt_logprobs)
         yield from self._parse(chunk)
         if chunk.finish_reason is None:
@@ -318,6 +342,11 @@ class _RunningChoice:
             if stops := [stop for stop in self.request.params.stop if stop in text]:
                 return min(stops, key=text.index)
         return None
+
+
+def _prefill_progress(running: Sequence[_RunningChoice]) -> PrefillProgress:
+    requests = [choice.request for choice in running]
+    return PrefillProgress(sum(r.num_prefilled for r in requests), sum(len(r.prompt) for r in requests))
 
 
 def _cancel(running: Sequence[_RunningChoice]) -> None:

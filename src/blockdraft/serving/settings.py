@@ -48,6 +48,11 @@ class ServeSettings:
         description="Let the drafter lookup draft from earlier outputs to the same client, known by its address and "
         "key. They are kept in memory, at most 65536 tokens.",
     )
+    stored_prefixes: bool = Field(
+        True,
+        description="Store keys and values of long system messages and tools in the cache folder, readable by you "
+        "only, so that the first request after a restart need not prefill them.",
+    )
     max_batch_size: Annotated[Count, Flag(panel=LIMITS)] = Field(
         16, description="Maximum number of requests decoded together; others wait."
     )

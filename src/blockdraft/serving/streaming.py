@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from blockdraft.serving.errors import ApiError, as_api_error
-from blockdraft.serving.request import Event, GenerationRequest, Started
+from blockdraft.serving.request import Event, GenerationRequest, PrefillProgress, Started
 from blockdraft.serving.service import Service
 
 T = TypeVar("T")
@@ -36,11 +36,13 @@ class ApiResponse(ABC):
 
     Attributes:
         keep_alive: Server-sent event that tells a client that the stream is alive.
+        has_comments: Whether a stream may hold comments, which clients ignore.
         tail: Text after the last event of a stream.
         media_type: Media type of a stream.
     """
 
     keep_alive = ": keep-alive\n\n"
+    has_comments = True
     tail = ""
     media_type = "text/event-stream"
 
@@ -118,7 +120,8 @@ def _scope(http: Request) -> str:
 async def _complete(service: Service, requests: Sequence[GenerationRequest], response: ApiResponse) -> dict[str, Any]:
     async with aclosing(service.generate(requests)) as events:
         async for index, event in events:
-            await _add(service, response, index, event)
+            if not isinstance(event, PrefillProgress):
+                await _add(service, response, index, event)
     return response.body()
 
 
@@ -126,13 +129,18 @@ async def _frames(
     service: Service, requests: Sequence[GenerationRequest], response: ApiResponse
 ) -> AsyncGenerator[str, None]:
     """Yield the text of the stream. An empty text shows that the generation goes on."""
-    started = False
+    started, progress = False, PrefillProgress(0, 0)
     try:
         async with aclosing(service.generate(requests)) as events:
             async for index, event in events:
-                values = await _add(service, response, index, event)
+                if isinstance(event, PrefillProgress):
+                    text = f": prefill {event.num_prefilled}/{event.num_tokens}\n\n"
+                    text = text if response.has_comments and event != progress else ""
+                    progress = event
+                else:
+                    text = "".join(map(response.frame, await _add(service, response, index, event)))
                 started = True
-                yield "".join(map(response.frame, values))
+                yield text
         yield "".join(map(response.frame, response.end())) + response.tail
     except Exception as error:
         if not started:  # the HTTP status can still report it

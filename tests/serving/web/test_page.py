@@ -38,7 +38,7 @@ def test_chat_of_several_turns(visit: Visit, app: FastAPI) -> None:
     visit.chat(QUESTION)
     answer = visit.page.locator(".turn").nth(1)
     expect(answer.locator(".answer")).to_have_text(TEXT)
-    assert answer.locator(".draft token").first.inner_text() == " baker"
+    assert answer.locator(".draft").first.inner_text() == " baker"
     assert answer.locator(".fixed").first.inner_text() == " *"
     expect(answer).to_contain_text("23 tokens, 14 of them accepted draft tokens, 400 tokens/s, tau 2.75")
     visit.chat("And then?")
@@ -93,6 +93,65 @@ def test_copy(browser: Browser, url: str) -> None:
     visit.close()
 
 
+def test_fenced_code_becomes_a_block_with_a_button(browser: Browser, url: str) -> None:
+    visit = Visit(browser, url, permissions=["clipboard-read", "clipboard-write"])
+    visit.chat("SAY Two blocks:\n```python\ndef f():\n    return 1\n```\nand\n```\nls <b>\n")
+    blocks = visit.page.locator(".turn .code")
+    expect(blocks).to_have_count(2)
+    expect(blocks.nth(0)).to_contain_text("python")
+    assert blocks.locator("pre").all_text_contents() == ["def f():\n    return 1\n", "ls <b>"]
+    assert visit.page.locator(".turn .answer").nth(1).text_content().startswith("Two blocks:\n")
+    assert blocks.locator("pre .draft").count() > 0
+    blocks.nth(0).get_by_role("button", name="Copy").click()
+    expect(visit.get("status")).to_have_text("Copied.")
+    assert visit.page.evaluate("navigator.clipboard.readText()") == "def f():\n    return 1\n"
+    visit.close()
+
+
+def test_the_system_message_is_sent_first(visit: Visit, app: FastAPI) -> None:
+    visit.get("system").fill("Be brief.")
+    visit.chat(QUESTION)
+    expect(visit.get("status")).to_contain_text("complete")
+    visit.chat("And then?")
+    wait_until(lambda: len(app.state.requests) == 2)
+    roles = [[message["role"] for message in body["messages"]] for body in app.state.requests]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"]]
+    assert app.state.requests[0]["messages"][0]["content"] == "Be brief."
+    assert app.state.requests[0]["max_tokens"] == 1024
+
+
+def test_the_progress_of_a_prefill_is_shown(visit: Visit) -> None:
+    visit.chat("LONG")
+    expect(visit.get("status")).to_have_text("The model is reading the prompt: 2,048 of 17,600 tokens.")
+    assert visit.get("prefill").evaluate("bar => [bar.value, bar.max, bar.hidden]") == [2048, 17600, False]
+    expect(visit.get("status")).to_contain_text("complete")
+    expect(visit.get("prefill")).to_be_hidden()
+
+
+def test_editors_get_this_server_and_its_model(visit: Visit) -> None:
+    visit.get("connect-tab").click()
+    address = visit.url.removesuffix("/")
+    expect(visit.get("base-url")).to_have_text(f"{address}/v1")
+    expect(visit.get("model-name")).to_have_text("scripted")
+    expect(visit.get("settings")).to_be_hidden()
+    for name in visit.get("editor").locator("option").all_text_contents():
+        visit.get("editor").select_option(name)
+        block = visit.get("editor-block").locator("pre").text_content() or ""
+        assert address in block and "NAME" not in block and "undefined" not in block
+        assert "scripted" in block or "lla" in name  # llama.cpp's plugins name no model
+    visit.get("connect-tab").press("ArrowRight")
+    expect(visit.get("chat-tab")).to_be_focused()
+
+
+def test_lookup_races_over_an_edit(browser: Browser) -> None:
+    with serve(make_app(drafter="lookup")) as url:
+        visit = Visit(browser, url)
+        visit.get("race-tab").click()
+        prompt = visit.get("prompt").input_value()
+        assert "Rename" in prompt and prompt.count("\n") > 40 and prompt.count("amount") > 5
+        visit.close()
+
+
 def test_models_without_a_chat_template_continue_the_text(browser: Browser) -> None:
     app = make_app(has_chat_template=False)
     with serve(app) as url:
@@ -122,7 +181,7 @@ def test_race_to_the_end(visit: Visit, app: FastAPI) -> None:
     visit.race()
     expect(visit.get("verdict")).to_have_text(f"✓ Both texts are equal: 23 tokens, {len(TEXT)} characters.")
     expect(visit.get("times")).to_contain_text("400 tokens/s, plain decoding 200 tokens/s")
-    expect(visit.get("times")).to_contain_text("2.00 times the speed")
+    expect(visit.get("gain")).to_have_text("2.00 times the speed")
     for lane, tau in ("drafted", "2.75"), ("plain", "1.00"):
         assert visit.get(lane).locator(".answer").inner_text() == TEXT
         assert visit.get(lane).locator("dd").all_inner_texts()[::3] == ["23", tau]
@@ -137,7 +196,7 @@ def test_tree_and_histogram(visit: Visit) -> None:
     nodes = visit.get("tree").locator("g")
     assert nodes.locator("text").all_text_contents()[:3] == ["⏎The", "·answer", "·is"]
     kinds = [node.get_attribute("class") for node in nodes.all()]
-    assert kinds == ["anchor", "draft_token", "draft_token", "rejected", "rejected", "rejected", "rejected", "fixed"]
+    assert kinds == ["anchor", "draft", "draft", "rejected", "rejected", "rejected", "rejected", "fixed"]
     tops = [node.locator("rect").get_attribute("y") for node in nodes.all()]
     assert tops[0] == tops[1] == tops[2] == tops[7]  # the path is straight
     assert len(set(tops)) == 5

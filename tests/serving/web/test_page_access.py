@@ -38,12 +38,13 @@ def test_by_keyboard_alone(visit: Visit, app: FastAPI) -> None:
     keys = visit.page.keyboard
     focused = lambda: visit.page.evaluate("document.activeElement.id || document.activeElement.tagName")  # noqa: E731
     order = []
-    for _ in range(14):
+    for _ in range(15):
         keys.press("Tab")
         order.append(focused())
     assert order[:3] == ["theme", "chat-tab", "SUMMARY"]
-    assert order[3:10] == ["drafting", "temperature", "block_size", "tree_budget", "max_tokens", "seed", "backend"]
-    assert order[10:] == ["log", "message", "send", "clear"]
+    sliders = ["temperature", "block_size", "tree_budget", "max_tokens"]
+    assert order[3:11] == ["drafting", "system", *sliders, "seed", "backend"]
+    assert order[11:] == ["log", "message", "send", "clear"]
     keys.press("Shift+Tab")
     keys.press("Shift+Tab")
     keys.type("SLOW")

@@ -1,6 +1,6 @@
 """The pages at `/`, a chat and a race against plain decoding, and at `/radar`, which shows what fits a device.
 
-Each page is one file that loads no others.
+Each page is sent as one file that loads no others.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from fastapi.responses import HTMLResponse
 
 from blockdraft.radar.page import page
 
+SCRIPTS = ("page.js", "recording.js", "chat.js", "race.js", "tree.js", "editors.js", "controls.js")
+
 
 def router() -> APIRouter:
     """Return the routes `/` and `/radar`. They need no key: the pages hold no secrets, and ask for the API's key."""
-    chat = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
+    chat = _chat_page()
     routes = APIRouter()
 
     @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -30,6 +32,14 @@ def router() -> APIRouter:
         return _respond(page())  # built on the first request
 
     return routes
+
+
+def _chat_page() -> str:
+    """Return the page of this folder, with its styles and scripts inside."""
+    texts = {file.name: file.read_text(encoding="utf-8") for file in files(__name__).iterdir() if file.is_file()}
+    script = "\n".join(texts[name] for name in SCRIPTS)
+    page = texts["index.html"].replace("<style></style>", f"<style>\n{texts['style.css']}</style>")
+    return page.replace("<script></script>", f"<script>\n{script}</script>")
 
 
 def _respond(page: str) -> HTMLResponse:

@@ -1,0 +1,220 @@
+"""Stored prefixes: keys and values of long instructions, kept on disk so that the next start need not prefill them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockdraft.drafters import Drafter
+from blockdraft.errors import describe
+from blockdraft.kernels.cpu.sources import name_of
+from blockdraft.machine import cache_folder, prefixes_limit, processor
+from blockdraft.targets import Target
+from blockdraft.targets.fingerprint import target_fingerprint
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # version of these files; raise it when the meaning of the tensors changes
+STORED_TOKENS = 1024  # usual `min_tokens`: as long as these take to prefill, a user notices
+TOKENS = "tokens"  # name of the tensor of token ids
+SUFFIX = ".prefix"
+
+
+class StoredPrefix(NamedTuple):
+    """A stored prefix of a prompt.
+
+    Attributes:
+        length: Its tokens that the prompt begins with.
+        tensors: Its tensors by name, while they are read; None if the file is missing or invalid.
+    """
+
+    length: int
+    tensors: Future[dict[str, Tensor] | None]
+
+
+class PrefixStore:
+    """Stores prefixes of one pair of target and drafter, a safetensors file for each.
+
+    A background thread reads and writes the files, one after the other. Files are readable by their owner only. They
+    carry a checksum; an invalid one is logged and deleted. Beyond the limit, the least recently used are deleted.
+
+    Args:
+        min_tokens: Length of the shortest prefix that is stored, and tokens by which another must be longer.
+        limit: Maximum bytes of all stored prefixes; None is `prefixes_limit`.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, min_tokens: int = STORED_TOKENS, limit: int | None = None
+    ) -> None:
+        self.min_tokens = min_tokens
+        self._folder, self._limit = cache_folder() / "prefixes", prefixes_limit() if limit is None else limit
+        self._facts = _facts(target, drafter)
+        self._key = hashlib.sha256(self._facts.encode()).hexdigest()[:16]
+        self._thread = ThreadPoolExecutor(1, "blockdraft-prefixes")
+        self._tokens: dict[Path, list[int]] = {}  # of each file of this pair, those being written included
+        for path in sorted(self._folder.glob(f"{self._key}-*{SUFFIX}")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._check_facts(file.metadata())
+                    self._tokens[path] = file.get_tensor(TOKENS).tolist()
+            except (OSError, ValueError, SafetensorError) as error:
+                self._discard(path, error)
+
+    @staticmethod
+    def supports(target: Target, drafter: Drafter) -> bool:
+        """Return whether prefixes of this pair can be stored: both run on a CPU, without recurrent states."""
+        devices = [target.device, *(part.device for part in drafter.parts)]
+        on_cpu = all(device is None or device.type == "cpu" for device in devices)
+        return on_cpu and target.can_truncate and target.backend in ("native", "hf")
+
+    def longest(self, tokens: Sequence[int]) -> tuple[int, Path] | None:
+        """Return the length of the longest stored prefix of these tokens, and its file."""
+        lengths = [(common_length(stored, tokens), path) for path, stored in list(self._tokens.items())]
+        return max(lengths, default=None)
+
+    def wants(self, tokens: Sequence[int]) -> bool:
+        """Return whether to store these tokens: at least `min_tokens` of them are not stored."""
+        longest = self.longest(tokens)
+        return len(tokens) - (longest[0] if longest else 0) >= self.min_tokens
+
+    def read(self, path: Path) -> Future[dict[str, Tensor] | None]:
+        """Begin to read a file. The result is None if it is missing or invalid."""
+        return self._thread.submit(self._read, path)
+
+    def write(self, tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Begin to store a prefix. A file that cannot be written is logged.
+
+        Args:
+            tensors: Its tensors by name, contiguous, which nobody changes any more.
+        """
+        name = hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
+        path = self._folder / f"{self._key}-{name}{SUFFIX}"
+        self._tokens[path] = list(tokens)
+        with suppress(RuntimeError):  # the process is exiting
+            self._thread.submit(self._write, path, {**tensors, TOKENS: torch.tensor(tokens, dtype=torch.int32)})
+
+    def close(self) -> None:
+        """Wait until all files are written."""
+        self._thread.shutdown()
+
+    def _read(self, path: Path) -> dict[str, Tensor] | None:
+        began = time.perf_counter()
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+            self._check_facts(metadata)
+            tensors = load_file(path)
+            if metadata.get("digest") != _digest(tensors):
+                raise ValueError("its checksum does not match")
+            if tensors.pop(TOKENS).tolist() != self._tokens.get(path):
+                raise ValueError("it holds other tokens")
+            with suppress(OSError):  # the least recently used are deleted first
+                os.utime(path)
+        except FileNotFoundError:  # another process has deleted it
+            self._tokens.pop(path, None)
+            return None
+        except Exception as error:
+            self._discard(path, error)
+            return None
+        log.info("Read a stored prefix of %d tokens in %.2f s.", len(self._tokens[path]), time.perf_counter() - began)
+        return tensors
+
+    def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            if size > self._limit:
+                raise ValueError(f"it takes {size / 1e9:.1f} GB, and the limit is {self._limit / 1e9:.1f} GB")
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial.touch(0o600)
+            save_file(tensors, partial, {"facts": self._facts, "digest": _digest(tensors)})
+            partial.chmod(0o600)  # it may be another file now
+            partial.replace(path)
+            for other, tokens in list(self._tokens.items()):  # the new one replaces those that it begins with
+                if other != path and common_length(tokens, self._tokens[path]) == len(tokens):
+                    self._forget(other)
+            self._delete_least_used(keep=path)
+        except Exception as error:
+            self._tokens.pop(path, None)
+            log.warning("The prefix of a prompt cannot be stored in %s: %s.", self._folder, describe(error))
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def _delete_least_used(self, keep: Path) -> None:
+        files = {}
+        for path in self._folder.glob(f"*{SUFFIX}"):  # of all pairs
+            with suppress(OSError):  # another process has deleted it
+                files[path] = path.stat()
+        total = sum(status.st_size for status in files.values())
+        for path in sorted(files.keys() - {keep}, key=lambda path: files[path].st_mtime):
+            if total <= self._limit:
+                return
+            self._forget(path)
+            total -= files[path].st_size
+
+    def _check_facts(self, metadata: Mapping[str, str] | None) -> None:
+        if (metadata or {}).get("facts") != self._facts:
+            raise ValueError("it belongs to another model, machine or version")
+
+    def _discard(self, path: Path, error: Exception) -> None:
+        log.warning("The stored prefix %s cannot be used and is deleted: %s.", path, describe(error))
+        self._forget(path)
+
+    def _forget(self, path: Path) -> None:
+        self._tokens.pop(path, None)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _facts(target: Target, drafter: Drafter) -> str:
+    """Return all that decides the bits of stored tensors, as text."""
+    facts = [
+        *(FORMAT, version("blockdraft"), torch.__version__, processor(), name_of()),
+        *(target.backend, target.running, str(target.dtype), target.architecture),
+        *(target.source_fingerprint or target_fingerprint(target), _files(target.path)),
+    ]
+    for part in drafter.parts:
+        kind = [part.kind, part.bits, part.draft_vocab, part.compile_reason]
+        facts.append([*kind, _files(part.path)])
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+def _files(path: Path | None) -> list[list[object]]:
+    """Return names, sizes and dates of the files of a model."""
+    if path is None or not path.exists():
+        return [[str(path)]]
+    files = sorted(chain([path], path.iterdir() if path.is_dir() else ()))
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]

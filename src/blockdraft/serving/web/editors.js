@@ -1,0 +1,59 @@
+// How editors and agents connect to this server: docs/editors.md, with this server's address and model.
+
+const json = (value) => JSON.stringify(value, null, 2);
+
+/** The place and text of the settings of each program. */
+const EDITORS = {
+  "Any OpenAI client": ({ v1, model, key }) => ["Environment and model name", `OPENAI_BASE_URL=${v1} OPENAI_API_KEY=${key}\n# model: ${model}`],
+  "VS Code: llama.vscode": ({ origin }) => ["settings.json", `"llama-vscode.endpoint": "${origin}"`],
+  "VS Code, JetBrains: Continue": ({ origin, v1, model, key }) => ["~/.continue/config.yaml", `name: Local
+version: 0.0.1
+schema: v1
+models:
+  - name: Completion
+    provider: ollama
+    model: ${model}
+    apiBase: ${origin}
+    roles: [autocomplete]
+  - name: Chat
+    provider: openai
+    model: ${model}
+    apiBase: ${v1}
+    apiKey: ${key}
+    roles: [chat, edit, apply]`],
+  "Vim, Neovim: llama.vim": ({ origin, v1 }) => ["vimrc", `let g:llama_config = {'endpoint_fim': '${origin}/infill', 'endpoint_inst': '${v1}/chat/completions'}`],
+  "Zed": ({ origin, model }) => ["settings.json", json({
+    edit_predictions: { provider: "ollama", ollama: { api_url: origin, model } },
+    language_models: { ollama: { api_url: origin } },
+  })],
+  "aider": ({ v1, model, key }) => ["Command", `OPENAI_API_BASE=${v1} OPENAI_API_KEY=${key} aider --model openai/${model}`],
+  "Claude Code": ({ origin, model, key }) => ["Command", `ANTHROPIC_BASE_URL=${origin} ANTHROPIC_AUTH_TOKEN=${key} ANTHROPIC_MODEL=${model} \\
+    ANTHROPIC_DEFAULT_HAIKU_MODEL=${model} claude`],
+  "Codex CLI": ({ v1, model }) => ["~/.codex/config.toml", `model = "${model}"
+model_provider = "local"
+
+[model_providers.local]
+name = "blockdraft"
+base_url = "${v1}"
+wire_api = "responses"`],
+  "opencode": ({ v1, model, context }) => ["opencode.json", json({
+    provider: { local: {
+      npm: "@ai-sdk/openai-compatible", options: { baseURL: v1 },
+      models: { [model]: { limit: { context, output: Math.min(4096, context / 2) } } },
+    } },
+  })],
+  "Qwen Code": ({ v1, model, key }) => ["Command", `OPENAI_BASE_URL=${v1} OPENAI_API_KEY=${key} OPENAI_MODEL=${model} qwen`],
+  "Programs for Ollama": ({ origin, model }) => ["Environment and model name", `OLLAMA_HOST=${origin}\n# model: ${model}`],
+};
+
+/** Shows the settings of the chosen program. */
+function showEditor() {
+  const { origin } = location;
+  $("base-url").textContent = `${origin}/v1`;
+  $("model-name").textContent = info?.id ?? "";
+  const [place, text] = EDITORS[$("editor").value]({
+    origin, v1: `${origin}/v1`, model: info?.id ?? "NAME", context: info?.blockdraft.max_context ?? 4096,
+    key: sessionStorage.getItem("api-key") ? "YOUR_KEY" : "none",
+  });
+  $("editor-block").replaceChildren(codeBlock(place, [document.createTextNode(text)]));
+}

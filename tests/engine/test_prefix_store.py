@@ -1,0 +1,167 @@
+"""Prefixes on disk: a new engine loads what an earlier one has stored, and its output is the same.
+
+`drafters/test_lossless.py` tests it with every drafter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine, Request
+from blockdraft.machine import cache_folder
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+INSTRUCTIONS = [(7 * i * i + 3) % 60 + 4 for i in range(120)]
+PROMPT = [*INSTRUCTIONS, 9, 30, 31, 12]
+PARAMS = SamplingParams(24, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    libraries = cache_folder() / "libraries"
+    libraries.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "libraries").symlink_to(libraries)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    return tmp_path / "prefixes"
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def ask(target: Target, drafter: Drafter, prompt: list[int] = PROMPT, stored: int = 64, known: int = 120) -> Request:
+    """Answer a prompt with a new engine, as after a restart."""
+    with Engine(target, drafter, drafting=Drafting(min(4, drafter.block_size)), stored_prefix_tokens=stored) as engine:
+        request = engine.submit(prompt, PARAMS, instruction_tokens=known)
+        request.result(60)
+    return request
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*")) if folder.exists() else []
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"backend": "hf"}], ids=str)
+def test_dtypes_and_backends(tiny_target_dir: Path, tiny_drafter_dir: Path, options: dict[str, str]) -> None:
+    if "dtype" in options:
+        options = options | {"dtype": getattr(torch, options["dtype"])}
+    target = load_target(tiny_target_dir, **options)  # type: ignore[arg-type]
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    expected, first, second = (ask(target, drafter, stored=stored) for stored in (0, 64, 64))
+    assert second.stats.remembered == 120
+    assert first.token_ids == second.token_ids == expected.token_ids
+    assert second.stats.committed == expected.stats.committed
+
+
+def test_a_prompt_that_begins_alike_loads_the_common_part(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    ask(target, drafter)
+    other = [*INSTRUCTIONS[:90], *[5] * 50]
+    expected, loaded = ask(target, drafter, other, stored=0), ask(target, drafter, other)
+    assert loaded.stats.remembered == 90 and loaded.token_ids == expected.token_ids
+    whole = ask(target, drafter, INSTRUCTIONS)  # its last token must be read
+    assert whole.stats.remembered == 119 and whole.token_ids == ask(target, drafter, INSTRUCTIONS, stored=0).token_ids
+
+
+def test_only_long_new_instructions_are_stored(target: Target, folder: Path) -> None:
+    drafter = load_drafter("none", target=target)
+    ask(target, drafter, known=0)
+    ask(target, drafter, known=63)
+    assert files(folder) == []
+    ask(target, drafter, known=100)
+    (stored,) = files(folder)
+    assert stored.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+    ask(target, drafter, known=120)  # 20 tokens more are not worth a file
+    assert files(folder) == [stored]
+    ask(target, drafter, [*INSTRUCTIONS, *INSTRUCTIONS[:80]], known=200)  # in place of the one that it begins with
+    assert len(files(folder)) == 1 and files(folder) != [stored]
+
+
+def test_the_least_recently_used_are_deleted(target: Target, folder: Path) -> None:
+    drafter = load_drafter("none", target=target)
+    ask(target, drafter)
+    (first,) = files(folder)
+    (folder.parent / "weights-limit").write_text(str(5 * (2 * first.stat().st_size + 100)))
+    ask(target, drafter, [1, *PROMPT])
+    assert len(files(folder)) == 2
+    assert ask(target, drafter).stats.remembered == 120  # the first is used again
+    ask(target, drafter, [2, *PROMPT])
+    assert len(files(folder)) == 2 and first in files(folder)
+    (folder.parent / "weights-limit").write_text("0")
+    ask(target, drafter, [3, *PROMPT])
+    assert len(files(folder)) == 2
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+def other_tokens(path: Path) -> None:
+    content = path.read_bytes()
+    at = content.index(torch.tensor(INSTRUCTIONS, dtype=torch.int32).numpy().tobytes())
+    path.write_bytes(content[:at] + content[at : at + 476] + b"\x05" + content[at + 477 :])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [flip, other_tokens, lambda path: path.write_bytes(path.read_bytes()[:-100]), lambda path: path.write_text("x")],
+    ids=["changed", "other tokens", "truncated", "foreign"],
+)
+def test_invalid_files_are_logged_and_deleted(
+    target: Target, folder: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = load_drafter("none", target=target)
+    expected = ask(target, drafter)
+    (stored,) = files(folder)
+    spoil(stored)
+    with caplog.at_level(logging.WARNING):
+        again = ask(target, drafter, known=0)
+    assert again.stats.remembered == 0 and again.token_ids == expected.token_ids
+    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert files(folder) == [] and str(stored) in record.getMessage()
+
+
+def test_a_file_of_another_model_is_not_used(target: Target, folder: Path, tiny_drafter_dir: Path) -> None:
+    ask(target, load_drafter("none", target=target))
+    assert ask(target, load_drafter(tiny_drafter_dir, target=target), known=0).stats.remembered == 0
+    assert len(files(folder)) == 1
+
+
+def test_a_deleted_file_is_prefilled(target: Target, folder: Path) -> None:
+    drafter = load_drafter("none", target=target)
+    expected = ask(target, drafter)
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        assert engine.scheduler.idle
+        for path in files(folder):
+            path.unlink()
+        assert engine.generate([PROMPT], PARAMS)[0].token_ids == expected.token_ids
+
+
+def test_requests_beside_each_other(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    prompts = [PROMPT, [*INSTRUCTIONS, 8], [4, 5, 6], [*INSTRUCTIONS[:70], 9, 9]]
+    expected = [ask(target, drafter, prompt, stored=0).token_ids for prompt in prompts]
+    ask(target, drafter)
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        completions = engine.generate(prompts, PARAMS)
+    assert [completion.token_ids for completion in completions] == expected
+    assert [completion.stats.remembered for completion in completions[:3]] == [120, 120, 0]
+
+
+def test_a_folder_that_cannot_be_written_is_logged(
+    target: Target, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write_text("not a folder")
+    with caplog.at_level(logging.WARNING):
+        assert ask(target, load_drafter("none", target=target)).finish_reason == "length"
+    assert "cannot be stored" in caplog.text
