@@ -5,8 +5,8 @@
 
 A session types the beginning of a line of code, a key every 150 ms. Each key sends the request of llama.vim and drops
 the one before. After every second key the typist waits for the completion of the line; its time is measured. Sessions
-run interleaved on both servers, alone and beside a chat about another file. FILES.jsonl holds a file in each line, as
-{"text": ...}. Results go to runs.csv, typing.md and typing.png.
+run interleaved on both servers, alone and beside a chat about another file; without llama-server, ours runs alone.
+FILES.jsonl holds a file in each line, as {"text": ...}. Results go to runs.csv, typing.md and typing.png.
 """
 
 from __future__ import annotations
@@ -173,48 +173,37 @@ async def run_session(server: Server, session: Session, chat: bool) -> list[tupl
             beside.cancel()
             with suppress(asyncio.CancelledError):
                 await beside
-            while server.get("/health") and await _busy(server):
+            while is_busy(server):
                 await asyncio.sleep(0.1)
 
 
-async def _busy(server: Server) -> bool:
-    """Return whether the server still works on a dropped request."""
-    return bool(server.busy())
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
+def is_busy(server: Server) -> bool:
+    """Return whether a server still works, as it may on a dropped request."""
+    lines = [line.split() for line in server.get("/metrics").decode().splitlines()]
+    return any(line[0].endswith(("_running", "requests_processing")) and float(line[-1]) > 0 for line in lines if line)
 
 
 def report(runs: Sequence[Run], out: Path) -> None:
     """Write the table and the picture."""
-    models = sorted({run.model for run in runs})
-    lines = list[list[str]]()
-    with picture(out / "typing.png", rows=1, columns=len(models), figsize=(5 * len(models), 4)) as (_, panels):
+    models, lines = sorted({run.model for run in runs}), list[list[str]]()
+    with picture(out / "typing.png", columns=len(models), figsize=(5 * len(models), 4)) as (_, panels):
         for panel, model in zip(panels[0], models, strict=True):
             for load, style in ((ALONE, "-"), (BESIDE, "--")):
-                own = {
-                    server: [run for run in runs if (run.model, run.server, run.load) == (model, server, load)]
-                    for server in (OURS, THEIRS)
-                }
-                if not all(len(known) > 1 for known in own.values()):
-                    continue
-                seconds = {server: sorted(run.seconds for run in known) for server, known in own.items()}
-                cells = [f"{percentile(seconds[server], share):.2f}" for share in (0.5, 0.95) for server in own]
-                ratios = [
-                    percentile(seconds[THEIRS], share) / percentile(seconds[OURS], share) for share in (0.5, 0.95)
-                ]
-                early = [f"{sum(run.early for run in known)}/{len(known)}" for known in own.values()]
-                lines.append([model, load, *cells[:2], f"{ratios[0]:.2f}", *cells[2:], f"{ratios[1]:.2f}", *early])
                 for server, color in ((OURS, "C0"), (THEIRS, "C1")):
-                    shares = [(i + 1) / len(seconds[server]) for i in range(len(seconds[server]))]
-                    panel.step(seconds[server], shares, style, color=color, where="post", label=f"{server}, {load}")
+                    own = [run for run in runs if (run.model, run.server, run.load) == (model, server, load)]
+                    if len(own) < 2:
+                        continue
+                    seconds = sorted(run.seconds for run in own)
+                    *cuts, last = statistics.quantiles(seconds, n=20, method="inclusive")
+                    early = sum(run.early for run in own) / (len(own) * (PAUSE - 1))
+                    lines.append([model, load, server, f"{cuts[9]:.2f}", f"{last:.2f}", f"{early:.0%}", str(len(own))])
+                    shares = [(i + 1) / len(seconds) for i in range(len(seconds))]
+                    panel.step(seconds, shares, style, color=color, where="post", label=f"{server}, {load}")
             panel.set(
                 title=model, xlabel="seconds to the completed line", ylabel="share of completions", xlim=(0, None)
             )
             panel.legend(fontsize="small")
-    header = ["model", "", "p50 ours", "theirs", "ratio", "p95 ours", "theirs", "ratio", "early ours", "theirs"]
-    page = table(header, lines, left=2)
+    page = table(["model", "", "server", "p50, s", "p95, s", "before the next key", "completions"], lines, left=3)
     write_files(out, {"typing.md": f"{page}\n"})
     print(page)
 
@@ -236,17 +225,17 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     given = arguments(words)
     with in_words(), ExitStack() as stack:
-        if reason := environments.why_missing("llama_server"):
-            raise ValueError(f"llama-server is missing: {reason}")
         sessions = sessions_of(given.files, given.sessions)
         records = Records(Run, given.out / "runs.csv")
-        more = ["--batch-size", 1024, "--ubatch-size", 1024, "--cache-reuse", 256, "--metrics"]
-        servers = {
-            OURS: ours(given.model, "lookup", given.out / "ours.log", given.threads),
-            THEIRS: llama(given.model, None, given.out / "theirs.log", given.threads, 2, CONTEXT, list(map(str, more))),
-        }
+        more = ["--batch-size", "1024", "--ubatch-size", "1024", "--cache-reuse", "256", "--metrics"]
+        servers = {OURS: ours(given.model, "lookup", given.out / "ours.log", given.threads)}
+        stack.callback(servers[OURS].close)
+        if reason := environments.why_missing("llama_server"):
+            tell(f"Without llama-server: {reason}")
+        else:
+            servers[THEIRS] = llama(given.model, None, given.out / "theirs.log", given.threads, 2, CONTEXT, more)
+            stack.callback(servers[THEIRS].close)
         for server in servers.values():
-            stack.callback(server.close)
             asyncio.run(type_line(server, Session("", "x" * KEYS, "", "")))  # warm-up
         ways = [(server, load) for load in (ALONE, BESIDE) for server in servers]
         for _, number, (name, load) in interleaved(range(given.sessions), ways, 1):

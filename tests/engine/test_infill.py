@@ -110,12 +110,22 @@ def test_the_last_extra_file_stays_longest() -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths, kept", [((90, 1), (39, 1)), ((1, 90), (1, 39)), ((90, 90), (30, 10)), ((0, 90), (0, 40))]
+    "lengths, kept", [((90, 1), (38, 1)), ((1, 90), (1, 39)), ((90, 90), (30, 10)), ((0, 90), (0, 40))]
 )
 def test_prefix_and_suffix_take_the_room_that_the_other_leaves(lengths: tuple[int, int], kept: tuple[int, int]) -> None:
     tokenizer = with_tokens(QWEN)
     prompt = infill_prompt(tokenizer, "x" * lengths[0], "y" * lengths[1], max_tokens=43)
     assert spelled(tokenizer, prompt) == f"<|fim_prefix|>{'x' * kept[0]}<|fim_suffix|>{'y' * kept[1]}<|fim_middle|>"
+
+
+def test_typing_seldom_moves_the_beginning_of_a_prefix_that_is_cut() -> None:
+    tokenizer = with_tokens(QWEN)
+    text = "".join(chr(ord("A") + i % 7) for i in range(300))
+    prompts = [infill_prompt(tokenizer, text[:count], "y", max_tokens=160) for count in range(200, 240)]
+    prompts += [infill_prompt(tokenizer, text[:200], "y", begun=text[:count], max_tokens=160) for count in range(40)]
+    assert all(140 < len(prompt) <= 160 for prompt in prompts)
+    moves = sum(one[:50] != other[:50] for one, other in zip(prompts, prompts[1:], strict=False))
+    assert moves <= 10
 
 
 def test_what_is_too_long_for_the_cache_is_cut(tmp_path: Path, tiny_target_dir: Path) -> None:

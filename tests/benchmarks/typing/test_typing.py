@@ -38,7 +38,7 @@ def test_sessions_are_lines_of_long_files(tmp_path: Path) -> None:
         assert request["prompt"] == session.line[: session.indent + 3]
 
 
-def test_the_report_compares_both_servers(tmp_path: Path, capsys: object) -> None:
+def test_the_report_shows_both_servers(tmp_path: Path) -> None:
     runs = [
         Run("model", server, load, session, keys, seconds * session, 10, 1)
         for server, seconds in ((OURS, 1.0), (THEIRS, 2.0))
@@ -48,5 +48,6 @@ def test_the_report_compares_both_servers(tmp_path: Path, capsys: object) -> Non
     ]
     report(runs, tmp_path)
     page = (tmp_path / "typing.md").read_text()
-    assert "| model | alone | 2.00 | 4.00 | 2.00 | 3.00 | 6.00 | 2.00 | 18/18 | 18/18 |" in page
-    assert "| model | beside a chat |" in page and (tmp_path / "typing.png").stat().st_size > 1000
+    assert "| model | alone | blockdraft | 2.00 | 3.00 | 100% | 18 |" in page
+    assert "| model | beside a chat | llama-server | 4.00 | 6.00 | 100% | 18 |" in page
+    assert (tmp_path / "typing.png").stat().st_size > 1000
