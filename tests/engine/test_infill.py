@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
@@ -109,12 +110,22 @@ def test_the_last_extra_file_stays_longest() -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths, kept", [((90, 1), (39, 1)), ((1, 90), (1, 39)), ((90, 90), (30, 10)), ((0, 90), (0, 40))]
+    "lengths, kept", [((90, 1), (38, 1)), ((1, 90), (1, 39)), ((90, 90), (30, 10)), ((0, 90), (0, 40))]
 )
 def test_prefix_and_suffix_take_the_room_that_the_other_leaves(lengths: tuple[int, int], kept: tuple[int, int]) -> None:
     tokenizer = with_tokens(QWEN)
     prompt = infill_prompt(tokenizer, "x" * lengths[0], "y" * lengths[1], max_tokens=43)
     assert spelled(tokenizer, prompt) == f"<|fim_prefix|>{'x' * kept[0]}<|fim_suffix|>{'y' * kept[1]}<|fim_middle|>"
+
+
+def test_typing_seldom_moves_the_beginning_of_a_prefix_that_is_cut() -> None:
+    tokenizer = with_tokens(QWEN)
+    text = "".join(chr(ord("A") + i % 7) for i in range(300))
+    prompts = [infill_prompt(tokenizer, text[:count], "y", max_tokens=160) for count in range(200, 240)]
+    prompts += [infill_prompt(tokenizer, text[:200], "y", begun=text[:count], max_tokens=160) for count in range(40)]
+    assert all(140 < len(prompt) <= 160 for prompt in prompts)
+    moves = sum(one[:50] != other[:50] for one, other in zip(prompts, prompts[1:], strict=False))
+    assert moves <= 10
 
 
 def test_what_is_too_long_for_the_cache_is_cut(tmp_path: Path, tiny_target_dir: Path) -> None:
@@ -170,6 +181,27 @@ def test_an_infill_ends_at_a_separator_and_shows_none(special: bool, tmp_path: P
         assert (completion.text, completion.finish_reason) == ("qqqqq", "length")
         with pytest.raises(UsageError, match="ask for fewer new tokens"):
             engine.infill("ab", "yz", params=SamplingParams(config.max_position_embeddings - 2))
+
+
+def test_typing_reads_what_is_new(tmp_path: Path, tiny_target_dir: Path) -> None:
+    """Each keystroke reads the tokens from the first one that differs, also if the last token before it changes."""
+    tokenizer = with_tokens(QWEN)
+    config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text, suffix, params = "def f(x):\n    return x + 1 # ", "\n\nprint(f(2))\n", SamplingParams(6)
+    prompts = [
+        infill_prompt(tokenizer, text + typed, suffix) for typed in ("", "t", "th", "the", "the ", "the a", "th")
+    ]
+    # A line that an editor sends behind the middle token, so that the suffix is not read again.
+    prompts += [infill_prompt(tokenizer, text, suffix, begun=begun) for begun in ("t", "th", "the a", "the an")]
+    with Engine(load_target(tmp_path), prefix_tokens=8192) as engine, Engine(engine.target) as fresh:
+        for i, prompt in enumerate(prompts):
+            completion = engine.submit(prompt, params, urgent=True).result()
+            known = [len(commonprefix([earlier, prompt[:-1]])) for earlier in prompts[:i]]
+            assert completion.stats.remembered == max(known, default=0)
+            assert completion.token_ids == fresh.generate([prompt], params)[0].token_ids
+    assert max(known) == len(prompts[-2])
 
 
 def test_a_target_without_infill(tiny_target_dir: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
+from blockdraft.engine.scheduler import MAX_PASSED
 from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Prompt, SamplingParams
@@ -58,8 +59,9 @@ class ByHand:
         engine.target = spy  # type: ignore[assignment]
         self.engine, self.scheduler, self.seen = engine, engine.scheduler, spy.seen
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def submit(self, prompt: Prompt, params: SamplingParams, urgent: bool = False) -> Request:
         request = self.engine.request(prompt, params)
+        request.urgent = urgent
         self.scheduler.add([request])
         return request
 
@@ -225,6 +227,76 @@ def test_prompts_that_begin_at_different_lengths_are_read_together(tiny_target_d
         assert completion.token_ids == alone(own, load_drafter("none", target=own), turn, greedy(40))
 
 
+# Short requests go first. 129 new tokens make a request long.
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_a_short_request_ends_before_a_long_prompt_is_read(target: Target, drafter: Drafter, urgent: bool) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=5, drafting=Drafting(None)))
+    long = hand.submit(LONG[:100], greedy(129))
+    hand.scheduler.step()
+    short = hand.submit(PROMPTS[0], greedy(150 if urgent else 20), urgent)
+    hand.step_until(lambda: short.finished)
+    assert long.token_ids == []
+    hand.run()
+    assert short.token_ids == alone(target, drafter, PROMPTS[0], short.params)
+    assert long.token_ids == alone(target, drafter, LONG[:100], long.params)
+
+
+def test_the_shorter_of_two_long_prompts_is_read_first(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=10, drafting=Drafting(None)))
+    longer = hand.submit(LONG[:100], greedy(129))
+    hand.scheduler.step()
+    shorter = hand.submit(LONG[100:140], greedy(129))
+    hand.step_until(lambda: bool(shorter.token_ids))
+    assert longer.token_ids == []
+    hand.run()
+
+
+def test_chats_go_on_beside_short_requests(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=5, drafting=Drafting(None)))
+    chat = hand.submit(LONG[:20], greedy(200))
+    hand.step_until(lambda: bool(chat.token_ids))
+    short = hand.submit(PROMPTS[2], greedy(9))
+    while not short.finished:
+        before = len(chat.token_ids)
+        hand.scheduler.step()
+        assert len(chat.token_ids) > before
+    hand.run()
+    assert chat.token_ids == alone(target, drafter, LONG[:20], chat.params)
+
+
+def test_a_long_prompt_is_read_although_short_requests_keep_coming(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
+    hand.submit(PROMPTS[1], greedy(9))
+    hand.scheduler.step()
+    long, steps = hand.submit(LONG[:100], greedy(129)), 0
+    while not long.token_ids:
+        if not hand.scheduler.waiting:
+            hand.submit(PROMPTS[steps % 6], greedy(9))
+        hand.scheduler.step()
+        steps += 1
+        assert steps <= -(-100 // 20) * (MAX_PASSED + 1)
+    hand.run()
+    assert long.token_ids == alone(target, drafter, LONG[:100], long.params)
+
+
+def test_a_request_that_does_not_fit_lets_a_few_others_pass(target: Target, drafter: Drafter) -> None:
+    probe = Engine(target, drafter, drafting=Drafting(None))
+    large, small = (probe.request(PROMPTS[0], greedy(count)).slots for count in (200, 10))
+    hand = ByHand(Engine(target, drafter, cache_tokens=large + 2 * small, drafting=Drafting(None)))
+    running, waiting = hand.submit(PROMPTS[0], greedy(200)), hand.submit(PROMPTS[2], greedy(200))
+    passed: list[Request] = []
+    while not running.finished:
+        if hand.scheduler.waiting == [waiting] * (not running.finished):
+            passed.append(hand.submit(PROMPTS[3], greedy(2)))
+        hand.scheduler.step()
+    assert waiting.token_ids == []
+    assert sum(request.finished for request in passed) == MAX_PASSED
+    hand.run()
+    assert waiting.token_ids == alone(target, drafter, PROMPTS[2], greedy(200))
+
+
 # Prefixes.
 
 
@@ -279,13 +351,25 @@ def test_what_running_requests_have_in_common_is_read_once(target: Target, draft
         assert request.token_ids == alone(target, drafter, prompt, greedy(20))
 
 
-def test_who_waits_for_a_beginning_reads_it_when_the_other_has_gone(target: Target, drafter: Drafter) -> None:
-    hand = ByHand(Engine(target, drafter, prefill_tokens=8, drafting=Drafting(None)))
-    first, second = (hand.submit(LONG[:100] + [i], greedy(20)) for i in (4, 5))
+@pytest.mark.parametrize("prefix_tokens", [0, 500])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_cancelled_request_has_read_is_not_read_again(
+    target: Target, drafter: Drafter, prefix_tokens: int, late: bool
+) -> None:
+    """The second request, such as the next keystroke, comes before or after the first is cancelled."""
+    engine = Engine(target, drafter, prefill_tokens=8, prefix_tokens=prefix_tokens, drafting=Drafting(None))
+    hand = ByHand(engine)
+    first = hand.submit(LONG[:100] + [4], greedy(20))
+    if not late:
+        second = hand.submit(LONG[:100] + [5], greedy(20))
     hand.scheduler.step()
+    read = sum(sum(nodes) for nodes in hand.seen)
     first.cancel()
+    if late:
+        second = hand.submit(LONG[:100] + [5], greedy(20))
     hand.run()
     assert (first.finish_reason, first.token_ids) == ("cancelled", [])
+    assert second.stats.remembered == (0 if late and not prefix_tokens else read)
     assert second.token_ids == alone(target, drafter, LONG[:100] + [5], greedy(20))
 
 
@@ -325,6 +409,18 @@ def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Draft
         engine.generate([prompt], greedy(8))
     assert remembered(engine, [*older, 3]) == 40
     assert remembered(engine, [*newer, 3]) == 0
+
+
+def test_urgent_requests_leave_the_beginnings_of_others(target: Target, drafter: Drafter) -> None:
+    """Only a share of what is remembered is theirs, but the newest in any case."""
+    engine = Engine(target, drafter, prefix_tokens=280, drafting=Drafting(None))
+    chat = LONG[:100]
+    engine.generate([chat], greedy(8))
+    for i in range(6):
+        typed = [50 + i, *LONG[:60]]
+        engine.submit(typed, greedy(3), urgent=True).result()
+    assert remembered(engine, [*chat, 3]) == 100
+    assert remembered(engine, [*typed, 3]) == len(typed)
 
 
 def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Drafter) -> None:

@@ -30,6 +30,7 @@ class Ask:
         stream: Whether it is read as a stream, where nothing else is under way.
         bounds: How far it is drafted for.
         predicted: Share of the tokens of its answer that its prediction has; None is no prediction.
+        urgent: Whether it goes before others.
     """
 
     prompt: list[int]
@@ -40,6 +41,7 @@ class Ask:
     stream: bool = False
     bounds: RequestDrafting | None = None
     predicted: float | None = None
+    urgent: bool = False
 
 
 @dataclass
@@ -92,6 +94,7 @@ def case_of(seed: int) -> Case:
         ask = Ask(prompt, _params(random, model), turn_of, earlier)
         ask.cancel, ask.stream = random.random() < 0.1, random.random() < 0.1
         _add_extras(Random(f"{seed} {number}"), model, ask)  # of its own, so that seeds mean what they meant before
+        ask.urgent = Random(f"{seed} {number} urgent").random() < 0.2
         case.asks.append(ask)
     return case
 

@@ -23,7 +23,7 @@ def answers(engine: Engine, asks: Sequence[Ask], prompts: Sequence[list[int]]) -
             requests[ask.after].result(PATIENCE)
         streams.append([])
         listener = streams[-1].append if ask.stream else None
-        requests.append(engine.submit(prompt, ask.params, listener, ask.bounds, trace=ask.stream))
+        requests.append(engine.submit(prompt, ask.params, listener, ask.bounds, trace=ask.stream, urgent=ask.urgent))
         if ask.cancel:
             while ask.stream and not streams[-1]:  # once it has begun
                 time.sleep(0.001)

@@ -46,6 +46,7 @@ def test_cases_are_of_every_kind() -> None:
     }
     asks = [ask for case in cases for ask in case.asks]
     assert any(ask.cancel for ask in asks) and any(ask.stream for ask in asks) and any(ask.params.stop for ask in asks)
+    assert {ask.urgent for ask in asks} == {False, True}
     assert any(ask.bounds for ask in asks) and any(ask.params.grammar for ask in asks)
     assert {ask.predicted for ask in asks} == {None, 0.0, 0.5, 0.9, 1.0}
     assert {ask.params.lookup_scope for ask in asks} == {None, "a", "b"}

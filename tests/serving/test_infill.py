@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from serving_client import Client
 from tiny_models import tiny_tokenizer
@@ -16,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from blockdraft.engine import Engine, ExtraFile
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.infill_limits import InfillLimits
+from blockdraft.serving.request import Infill
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
+from blockdraft.serving.typed_infills import MAX_CLIENTS, MAX_TYPED, TypedInfills
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
@@ -218,3 +222,102 @@ def test_time_is_no_limit_within_a_line(coder_client: Client, coder: Engine) -> 
     assert answer["content"] == "q" * 12 and answer["stop_type"] == "limit"
     answer = infill(coder_client, t_max_predict_ms=1, logit_bias={token(coder, "\n"): 100}, n_predict=200)
     assert answer["tokens_predicted"] < 200 and answer["content"].strip("\n") == ""
+
+
+# While typing.
+
+
+def test_the_completion_that_was_offered_is_drafted(coder_client: Client, coder: Engine) -> None:
+    """Typed characters of it leave the rest as the draft, all of which is accepted."""
+    letters = {token(coder, letter): 100 for letter in "abcdefg"}
+    first = infill(coder_client, n_predict=24, logit_bias=letters)
+    for count in (1, 2, 5):
+        typed = first["content"][:count]
+        later = infill(coder_client, prompt=typed, n_predict=24 - count, logit_bias=letters)
+        assert later["content"] == first["content"][count:]
+        timings = later["timings"]
+        assert timings["draft_n_accepted"] == timings["draft_n"] > 24 - count - 6
+    other = infill(coder_client, prompt=first["content"][:3] + "!", logit_bias=letters)
+    assert other["timings"]["draft_n"] == 0
+
+
+def test_a_completion_is_a_draft_for_its_client_only(coder_client: Client, coder: Engine) -> None:
+    whole = {"input_prefix": "ab", "input_suffix": "yz", "n_predict": 24}
+    keys = [{"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}, {"Authorization": "Bearer a"}]
+    answers = [coder_client.post("/infill", whole, headers=key).json() for key in keys]
+    assert [answer["timings"]["draft_n"] > 0 for answer in answers] == [False, False, True]
+    assert len({answer["content"] for answer in answers}) == 1
+    quiet = Client(Service(Backends(coder), ServeSettings(served_model_name=("coder",), lookup_outputs=False)))
+    assert [infill(quiet, n_predict=24)["timings"]["draft_n"] for _ in range(2)] == [0, 0]
+
+
+def test_drafts_of_the_server_are_not_counted_as_predictions_of_the_client(coder_client: Client) -> None:
+    body = {"model": "coder", "prompt": "ab", "suffix": "yz", "max_tokens": 24, "temperature": 0}
+    answers = [coder_client.post("/v1/completions", body).json() for _ in range(2)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    details = answers[1]["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields, key, status",
+    [
+        ({"input_prefix": "abc"}, "", 409),
+        ({"input_prefix": "a"}, "", 409),
+        ({"prompt": "c"}, "", 409),
+        ({"input_prefix": "abc"}, "other", 200),
+        ({"input_prefix": "ab\nc"}, "", 200),
+        ({"input_prefix": "ab"}, "", 200),
+        ({"input_prefix": "xb"}, "", 200),
+        ({"input_prefix": "abc", "input_suffix": "z"}, "", 200),
+    ],
+)
+def test_a_newer_infill_of_the_same_line_replaces_the_older_one(
+    coder_client: Client, coder: Engine, slow_down: Callable[[Engine, float], None], fields: Any, key: str, status: int
+) -> None:
+    slow_down(coder, 0.01)
+    bias = {token(coder, "q"): 100}
+    older = {"input_prefix": "ab", "input_suffix": "yz", "n_predict": 60, "logit_bias": bias}
+
+    async def both(http: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        first = asyncio.ensure_future(http.post("/infill", json=older))
+        await asyncio.sleep(0.2)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        second = await http.post("/infill", json={**older, "n_predict": 3, **fields}, headers=headers)
+        return await first, second
+
+    first, second = coder_client.run(both)
+    assert (first.status_code, second.status_code) == (status, 200)
+    if status == 409:
+        assert "newer infill" in first.json()["error"]["message"]
+    else:
+        assert first.json()["content"] == "q" * 60
+    assert coder_client.service.admission.active == 0
+
+
+def test_which_infills_go_on() -> None:
+    infills, client = TypedInfills(), "client"
+    first = infills.begin(client, Infill("line\nx = ", "\n"))
+    first.output = "foo(bar)"
+    second = infills.begin(client, Infill("line\n", "\n", begun="x = fo"))
+    assert second.draft == "o(bar)"
+    second.output = "o(b"  # and it was cancelled
+    assert infills.begin(client, Infill("line\nx = foo(", "\n")).draft == "bar)"
+    assert infills.begin(client, Infill("line\nx = fob", "\n")).draft == ""
+    assert infills.begin("another", Infill("line\nx = foo(", "\n")).draft == ""
+    window = "0123456789" * 4  # of a file, which begins elsewhere after a line end
+    infills.begin(client, Infill(f"a\nb\n{window}", "\n")).output = "xyz\nend"
+    assert infills.begin(client, Infill(f"b\n{window}xyz\ne", "\n")).draft == "nd"
+
+
+def test_bounds_of_typing() -> None:
+    infills = TypedInfills()
+    older = infills.begin("client", Infill("a", "b"))
+    infills.begin("client", Infill("a" + "x" * (MAX_TYPED + 1), "b"))
+    assert not older.replaced
+    infills.begin("client", Infill("a" + "x" * MAX_TYPED, "b"))
+    assert older.replaced
+    older.output = "yes"
+    for number in range(MAX_CLIENTS):
+        infills.begin(str(number), Infill("a", "b"))
+    assert infills.begin("client", Infill("a", "b")).draft == ""

@@ -167,6 +167,7 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
         instruction_tokens: int = 0,
+        urgent: bool = False,
     ) -> Request:
         """Queue one prompt, and return at once.
 
@@ -176,6 +177,8 @@ class Engine:
                 in it ends the request.
             drafting: Draft limits of this request; None is as far as the engine drafts.
             trace: Report in each chunk the step that it comes from.
+            urgent: Run it before other requests, as a completion for somebody who types. Short requests go first in
+                any case, see `Scheduler`.
 
         Returns:
             The request: `result()` waits for the answer, `cancel()` ends it early.
@@ -186,7 +189,7 @@ class Engine:
             ClosedError: The engine is closed.
         """
         request = self.request(prompt, params or SamplingParams(), drafting, trace)
-        request.listener, request.instruction_tokens = listener, instruction_tokens
+        request.listener, request.instruction_tokens, request.urgent = listener, instruction_tokens, urgent
         self._begin([request])
         return request
 
@@ -200,19 +203,14 @@ class Engine:
         Raises:
             UsageError, ClosedError: As in `submit`. All prompts are checked before the first is decoded.
         """
-        requests = self._requests(prompts, params)
-        self._begin(requests)
-        try:
-            return [request.result() for request in requests]
-        except BaseException:
-            for request in requests:
-                request.cancel()
-            raise
+        return self._results(self._requests(prompts, params))
 
     def infill(
         self, prefix: str, suffix: str, extra: Sequence[ExtraFile] = (), params: SamplingParams | None = None
     ) -> Completion:
-        """Return the text between a prefix and a suffix. `infill_prompt` gives prompts for `submit` and `stream`.
+        """Return the text between a prefix and a suffix, before other requests run.
+
+        `infill_prompt` gives prompts for `submit` and `stream`.
 
         Args:
             extra: Parts of other files of the project, the most important last.
@@ -224,7 +222,9 @@ class Engine:
         params = infill_params(tokenizer, params or SamplingParams())
         context = min(self.target.max_context, self.cache_tokens - self.slots_behind)
         room = context - params.max_new_tokens
-        return self.generate([infill_prompt(tokenizer, prefix, suffix, extra, max_tokens=room)], params)[0]
+        request = self.request(infill_prompt(tokenizer, prefix, suffix, extra, max_tokens=room), params)
+        request.urgent = True
+        return self._results([request])[0]
 
     def stream(
         self,
@@ -302,6 +302,16 @@ class Engine:
                     return
         finally:
             request.cancel()
+
+    def _results(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests, and return their completions."""
+        self._begin(requests)
+        try:
+            return [request.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
 
     def _requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
         if isinstance(prompts, str):

@@ -2,6 +2,9 @@
 
     <prefix> text before the cursor <suffix> text behind it <middle>
 
+The suffix goes behind the prefix, as these models were trained. So each change of the prefix lets the suffix be read
+again. Only models that were trained with the suffix in front, such as Codestral, keep it.
+
 Other files of a project come first: by the repository pattern of arXiv 2409.12186, section 3, in models that know it,
 else as plain text.
 """
@@ -41,6 +44,7 @@ SEPARATORS = ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<filename>")
 ENDS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>")
 # Models that read the suffix first, and continue the prefix without a middle token.
 SUFFIX_FIRST = ("[PREFIX]", "<[fim-prefix]>")
+CUT_STEPS = 16  # parts of the room in which a long prefix is cut, so that most keystrokes leave its beginning as it was
 DEFAULT_REPOSITORY, DEFAULT_FILE = "project", "file"
 
 
@@ -172,7 +176,9 @@ def infill_prompt(
                 f"with."
             )
         of_suffix = min(len(behind), max(room // 4, room - len(before)))
-        before, behind = before[max(0, len(before) - (room - of_suffix)) :], behind[:of_suffix]
+        step = max(1, max_tokens // CUT_STEPS)
+        cut = -(-max(0, len(before) - (room - of_suffix)) // step) * step
+        before, behind = before[cut:], behind[:of_suffix]
         room -= len(before) + len(behind) + len(header) + len(header_end)
         kept: list[list[int]] = []
         for file in reversed(files):

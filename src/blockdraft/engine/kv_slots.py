@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 16  # tokens; a shorter common prefix is not worth a copy
 SHARE = 0.9  # of the free memory
+URGENT_SHARE = 0.25  # of the kept tokens, for urgent requests, of which a typist sends many
 
 
 class Prefix(NamedTuple):
@@ -51,6 +52,7 @@ class KVSlots:
         self._index = PrefixIndex()  # of running and finished sequences
         self._finished: OrderedDict[int, list[int]] = OrderedDict()  # tokens by first slot, least recently used first
         self._loading: dict[RunningSequence, StoredPrefix] = {}
+        self._urgent: dict[int, None] = {}  # first slots of those whose requests were urgent, oldest first
 
     def longest_prefix(self, request: Request) -> Prefix | None:
         """Return the longest prefix of a request's prompt that a sequence holds or is about to read."""
@@ -159,11 +161,19 @@ class KVSlots:
             if common_length(known, tokens) == len(known):
                 self._evict(other)
         self._finished[start] = tokens
+        if request.urgent:
+            self._urgent[start] = None
+            while len(self._urgent) > 1 and self._urgent_tokens() > URGENT_SHARE * self._prefix_tokens:
+                self._evict(next(iter(self._urgent)))
         while sum(map(len, self._finished.values())) > self._prefix_tokens:
             self._evict(next(iter(self._finished)))
         return True
 
+    def _urgent_tokens(self) -> int:
+        return sum(len(self._finished[start]) for start in self._urgent)
+
     def _evict(self, start: int) -> None:
+        self._urgent.pop(start, None)
         self._index.remove(start)
         self._runner.close(start)
         self._free.give(start, len(self._finished.pop(start)))

@@ -18,6 +18,7 @@ from blockdraft.types import FinishReason, RequestDrafting, SamplingParams, Step
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SHORT_PROMPT, SHORT_OUTPUT = 256, 128  # most tokens that a short request reads, and may write
 FORCED_PROB = 0.95  # assumed acceptance of forced tokens, since the target may divide the text into other tokens
 
 
@@ -38,6 +39,8 @@ class Request:
         trace: Whether chunks report the steps they come from.
         instruction_tokens: Leading tokens of the prompt that are a program's instructions, which may be stored on disk.
         num_prefilled: Tokens of the prompt that have been read.
+        urgent: Whether it goes before others, as `is_short`.
+        passed: Later requests that were admitted while it waited.
         step: The last step, until a chunk has reported it.
         token_ids: The answer so far. The last token is the anchor.
         drafted: For each token, whether it was a draft token.
@@ -61,6 +64,8 @@ class Request:
     trace: bool = False
     instruction_tokens: int = 0
     num_prefilled: int = 0
+    urgent: bool = False
+    passed: int = 0
     step: StepTrace | None = None
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
@@ -86,6 +91,15 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def is_short(self, num_known: int = 0) -> bool:
+        """Return whether it goes before long requests: it is urgent, or has little to read and to write.
+
+        Args:
+            num_known: Tokens of its prompt that need not be read.
+        """
+        short = len(self.prompt) - num_known <= SHORT_PROMPT and self.params.max_new_tokens <= SHORT_OUTPUT
+        return self.urgent or short
 
     @property
     def has_own_drafts(self) -> bool:
@@ -259,17 +273,24 @@ class RunningSequence:
     Attributes:
         start: First of its slots, which names it in both caches.
         capacity: Number of its slots.
+        short: Whether the request was short when it was admitted.
         prefilled: Tokens of the prompt that have been read.
     """
 
     request: Request
     start: int
     capacity: int
+    short: bool = False
     prefilled: int = 0
 
     @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt that have not been read."""
+        return len(self.request.prompt) - self.prefilled
+
+    @property
     def in_prefill(self) -> bool:
-        return self.prefilled < len(self.request.prompt)
+        return self.num_unread > 0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 SCORED_TOKENS = 256  # tokens per read of a prompt with log probabilities, whose logits take much memory
 LOG_SECONDS = 5.0  # of prefill between two lines in the log
 IDLE_READS = 4  # reads of `prefill_tokens` in a step without a batch to decode
+MAX_PASSED = 16  # requests that pass the oldest waiting one, and steps in which the oldest prompt is not read
+TYPING_SECONDS = 5.0  # after an urgent request, in which the next one is expected
+TYPING_READS = 4  # parts of `prefill_tokens` in which long prompts are read meanwhile, so that it waits less
 _NOT_FINITE = NumbersError("The logits are not finite.")
 
 
@@ -40,12 +43,18 @@ class Source(NamedTuple):
 
 
 class Scheduler:
-    """Runs requests in the order in which they came, and lets them join and leave between steps.
+    """Runs requests, short ones first, and lets them join and leave between steps.
 
     A request is admitted when the batch has room and enough adjacent KV slots are free for its prompt and its longest
-    answer. Until then it waits, and so do those behind it. Prompts are read some tokens at a time, between the steps of
-    running requests. A prefix that another sequence holds is copied; if that sequence has yet to read it, the request
-    waits.
+    answer. Short requests (`Request.is_short`) are admitted first, then those that came first. One that does not fit
+    lets others pass, at most `MAX_PASSED`; then the others wait for it.
+
+    Prompts are read some tokens at a time, between the steps of running requests: those of short requests first, then
+    the one with the fewest tokens left. While a short request runs, long prompts wait. But the oldest prompt is read
+    at least in every `MAX_PASSED + 1`th step. Sequences whose prompts have been read decode in every step.
+
+    A prefix that another sequence holds is copied. If that sequence has yet to read it, the request waits, but a short
+    one for short ones only.
 
     A step is atomic for each request: an error in one ends that request and leaves the others as they were.
 
@@ -76,6 +85,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._sequences: list[RunningSequence] = []
         self._sources: dict[RunningSequence, Source] = {}  # of sequences that have yet to copy their prefix
+        self._passed = 0  # steps since the oldest prompt was read
+        self._typing_until = 0.0  # time at which no urgent request is expected any more
         self._warned = set[str]()  # errors of drafters, each logged once: a broken one fails in every step
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -112,10 +123,10 @@ class Scheduler:
                 self._admit()
             decoding = [sequence for sequence in self._sequences if not sequence.in_prefill]
             if len(decoding) < len(self._sequences):
-                began = time.perf_counter()
+                began, num_waiting = time.perf_counter(), len(self._waiting)
                 # Several reads if no batch waits for them, so that requests that came together begin together.
                 for _ in range(1 if decoding else IDLE_READS):
-                    if not self._prefill():
+                    if not self._prefill() or len(self._waiting) > num_waiting:
                         break
                 for sequence in decoding:  # they had to wait
                     sequence.request.stats.total_seconds += time.perf_counter() - began
@@ -145,39 +156,60 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit waiting requests while the batch and the caches have room."""
-        while self._waiting and len(self._sequences) < self._max_batch_size:
-            request = self._waiting[0]
-            prefix = self._kv_slots.longest_prefix(request)
-            start = self._kv_slots.allocate(request)
-            if start is None:
+        waiting, too_large = self.waiting, float("inf")
+        for request in sorted(waiting, key=lambda request: (request.passed < MAX_PASSED, not request.is_short())):
+            if len(self._sequences) == self._max_batch_size:
                 return
-            sequence = RunningSequence(request, start, request.slots)
-            if prefix is not None:
-                source = next((other for other in self._sequences if other.start == prefix.start), None)
-                # `allocate` may have evicted a finished sequence.
-                if source is not None or self._kv_slots.is_finished(prefix.start):
-                    self._sources[sequence] = Source(source, *prefix)
-            num_known = self._sources[sequence].length if sequence in self._sources else 0
-            if self._kv_slots.begin_loading(sequence, num_known):
-                self._sources.pop(sequence, None)
-            self._sequences.append(sequence)
-            with self._lock:
-                self._waiting.popleft()
-            self._copy_prefix(sequence)
+            if request.slots < too_large and self._start(request):
+                passed = waiting[: waiting.index(request)]
+                waiting = [*passed, *waiting[len(passed) + 1 :]]
+                for older in passed:
+                    older.passed += 1
+            elif request.passed >= MAX_PASSED:
+                return
+            else:
+                too_large = min(too_large, request.slots)
+
+    def _start(self, request: Request) -> bool:
+        """Admit a request if there are KV slots for it. Return whether there are."""
+        prefix = self._kv_slots.longest_prefix(request)
+        start = self._kv_slots.allocate(request)
+        if start is None:
+            return False
+        sequence = RunningSequence(
+            request, start, request.slots, short=request.is_short(prefix.length if prefix else 0)
+        )
+        if prefix is not None:
+            source = next((other for other in self._sequences if other.start == prefix.start), None)
+            if source is not None and sequence.short and not source.short:
+                prefix = prefix._replace(length=min(prefix.length, source.prefilled))
+            # `allocate` may have evicted a finished sequence.
+            if source is not None or self._kv_slots.is_finished(prefix.start):
+                self._sources[sequence] = Source(source, *prefix)
+        num_known = self._sources[sequence].length if sequence in self._sources else 0
+        if self._kv_slots.begin_loading(sequence, num_known):
+            self._sources.pop(sequence, None)
+        if request.urgent:
+            self._typing_until = time.monotonic() + TYPING_SECONDS
+        self._sequences.append(sequence)
+        with self._lock:
+            self._waiting.remove(request)
+        self._copy_prefix(sequence)
+        return True
 
     def _copy_prefix(self, sequence: RunningSequence) -> None:
-        """Copy a prefix once its source has read it. If the source has gone, the sequence reads the prefix itself."""
+        """Copy a prefix once its source has read it, or as much as the source has read when it ends."""
         self._kv_slots.finish_loading(sequence, wait=all(other.in_prefill for other in self._sequences))
         if sequence not in self._sources:
             return
         source, start, length = self._sources[sequence]
-        if source is not None and source not in self._sequences:
+        if source is not None and source.request.finished:
+            length = 0 if source.request.failure is not None else min(length, source.prefilled)
+        if source is None or source.prefilled >= length:
             del self._sources[sequence]
-        elif source is None or source.prefilled >= length:
-            del self._sources[sequence]
-            self._runner.copy(start, sequence.start, length)
-            sequence.request.stats.remembered = length
-            sequence.prefilled = length
+            if length:
+                self._runner.copy(start, sequence.start, length)
+                sequence.prefilled = sequence.request.stats.remembered = length
 
     def _end_cancelled(self) -> list[Request]:
         cancelled: list[Request] = []
@@ -209,6 +241,8 @@ class Scheduler:
         self._sequences = [sequence for sequence in self._sequences if not sequence.request.finished]
         for sequence in finished:
             self._sources.pop(sequence, None)
+            for other in [other for other, source in self._sources.items() if source.sequence is sequence]:
+                self._copy_prefix(other)
             self._kv_slots.free(sequence)
             self._runner.remember(sequence.request)
         for sequence in finished:
@@ -217,33 +251,53 @@ class Scheduler:
 
     # Prefill and decode.
 
+    def _readable(self) -> list[RunningSequence]:
+        """Return the sequences whose prompts may be read now, the one to read first at the beginning."""
+        reading = [
+            sequence
+            for sequence in self._sequences
+            if sequence.in_prefill
+            and not sequence.request.finished
+            and sequence not in self._sources
+            and not self._kv_slots.is_loading(sequence)
+        ]
+        if not reading:
+            return []
+        if self._passed >= MAX_PASSED:
+            oldest = reading[0]
+            return sorted(reading, key=lambda sequence: (sequence is not oldest, not sequence.short))
+        if any(sequence.short for sequence in self._sequences):
+            reading = [sequence for sequence in reading if sequence.short]
+        return sorted(reading, key=lambda sequence: sequence.num_unread)
+
     def _prefill(self) -> bool:
-        """Read prompts in the order in which they came, at most `prefill_tokens`. Return whether there were any."""
-        group: list[RunningSequence] = []
-        counts: list[int] = []
+        """Read prompts, at most `prefill_tokens`. Return whether any was read."""
         for sequence in self._sequences:
             self._copy_prefix(sequence)
-            if not sequence.in_prefill or sequence.request.finished or sequence in self._sources:
-                continue
-            if self._kv_slots.is_loading(sequence):
-                continue
-            count = min(len(sequence.request.prompt) - sequence.prefilled, self._prefill_tokens)
+        chosen: dict[RunningSequence, int] = {}  # tokens to read
+        typing = time.monotonic() < self._typing_until
+        long_tokens = -(-self._prefill_tokens // TYPING_READS) if typing else self._prefill_tokens
+        for sequence in self._readable():
+            count = min(sequence.num_unread, self._prefill_tokens if sequence.short else long_tokens)
             if sequence.request.params.prompt_logprobs is not None:  # is read alone
-                if group:
+                if chosen:
                     continue
-                group, counts = [sequence], [min(count, SCORED_TOKENS)]
+                chosen[sequence] = min(count, SCORED_TOKENS)
                 break
             # All sequences of a forward have as many nodes as the longest.
-            longest = max(count, *counts) if counts else count
-            if group and (
-                (len(group) + 1) * longest > self._prefill_tokens
-                or any(other.prefilled + longest > other.capacity for other in [*group, sequence])
+            longest = max(count, *chosen.values()) if chosen else count
+            if chosen and (
+                (len(chosen) + 1) * longest > self._prefill_tokens
+                or any(other.prefilled + longest > other.capacity for other in [*chosen, sequence])
             ):
                 continue
-            group.append(sequence)
-            counts.append(count)
-        if not group:
+            chosen[sequence] = count
+        oldest = next((sequence for sequence in self._sequences if sequence.in_prefill), None)
+        self._passed = 0 if oldest is None or oldest in chosen else self._passed + 1
+        if not chosen:
             return False
+        group = [sequence for sequence in self._sequences if sequence in chosen]  # torch reads slots in order in place
+        counts = [chosen[sequence] for sequence in group]
         began = time.perf_counter()
         try:
             invalid = self._runner.prefill(group, counts)

@@ -20,6 +20,7 @@ from blockdraft.serving.admission import Admission
 from blockdraft.serving.backends import Backends, kind_of, weights_of
 from blockdraft.serving.chunks import ChunkDispatcher, ChunkQueue
 from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.infill_limits import InfillLimits
 from blockdraft.serving.metrics import Meter, Metrics
 from blockdraft.serving.prompts import Choice, context_of, encode_messages, prepare, tokenizer_of
 from blockdraft.serving.request import (
@@ -27,6 +28,7 @@ from blockdraft.serving.request import (
     Event,
     Finished,
     GenerationRequest,
+    Infill,
     PrefillProgress,
     Started,
     TextDelta,
@@ -34,6 +36,7 @@ from blockdraft.serving.request import (
 )
 from blockdraft.serving.schemas import Speculation
 from blockdraft.serving.settings import ServeSettings
+from blockdraft.serving.typed_infills import TypedInfill, TypedInfills
 from blockdraft.types import RequestDrafting
 
 PROGRESS_SECONDS = 1.0  # between two reports of a prefill
@@ -81,6 +84,7 @@ class Service:
                 ),
             }
         )
+        self._typed_infills = TypedInfills()
         self.created = int(time.time())
         self.parameters, self._drafter_parameters = weights_of(backends.usual)
         self.family, self.quantization = kind_of(backends.usual.target)
@@ -167,26 +171,29 @@ class Service:
 
         While a prefill takes more than `PROGRESS_SECONDS`, its progress is yielded.
 
-        All choices are admitted or none. An error in one choice ends all. Closing the generator cancels them.
+        All choices are admitted or none. An error in one choice ends all. Closing the generator cancels them. An infill
+        drafts from the completion that its client was offered before, and cancels the one that it replaces.
 
         Args:
             requests: Requests with the same speculation.
 
         Raises:
             UsageError, ApiError: The requests cannot be served. Raised before the first event.
+            ApiError: A newer infill replaced this one (409), or the server was stopped (503).
             NumbersError, RequestError: Decoding failed.
         """
         arrived, speculation = time.perf_counter(), requests[0].speculation
         try:
             with self.admission.places(sum(request.n for request in requests)):
                 engine = await self._engine(speculation.backend)
+                requests, typed = self._typed(requests)
                 choices = await self.in_thread(
                     lambda: [choice for request in requests for choice in prepare(request, engine, self.settings)]
                 )
                 meters = [Meter(self.metrics, arrived) for _ in choices]
                 queue = ChunkQueue(self.settings.max_unread, not speculation.trace, lambda i, c: meters[i].count(c))
                 with self.admission.prompt_logprobs(sum(choice.num_prompt_logprobs for choice in choices)):
-                    running = await self._submit(engine, choices, speculation, queue, meters)
+                    running = await self._submit(engine, choices, speculation, queue, meters, typed)
                     reason: str | None = "abort"
                     try:
                         while not all(choice.done for choice in running):
@@ -203,9 +210,23 @@ class Service:
                     finally:
                         for choice in running:
                             choice.end(reason)
+                        if typed is not None:
+                            typed.cancel = None
         except Exception as error:
             self.metrics.count_error(as_api_error(error, quiet=True).status)
             raise
+
+    def _typed(self, requests: Sequence[GenerationRequest]) -> tuple[Sequence[GenerationRequest], TypedInfill | None]:
+        """Register a request that is a single infill of a known client, and give it a draft unless it has one."""
+        request = requests[0]
+        scope, prompt = request.params.lookup_scope, request.prompt
+        if len(requests) > 1 or request.n > 1 or scope is None or not isinstance(prompt, Infill):
+            return requests, None
+        typed = self._typed_infills.begin(scope, prompt)
+        if request.params.prediction:
+            typed.draft = ""
+        prediction = request.params.prediction or typed.draft
+        return [replace(request, params=replace(request.params, prediction=prediction))], typed
 
     async def _engine(self, backend: str | None) -> Engine:
         if backend not in self.backends.names or self.backends.is_loaded(backend):
@@ -219,6 +240,7 @@ class Service:
         speculation: Speculation,
         queue: ChunkQueue,
         meters: Sequence[Meter],
+        typed: TypedInfill | None,
     ) -> list[_RunningChoice]:
         """Submit choices to the engine. Submit all or none."""
         if self._dispatcher is None or self._dispatcher.loop is not asyncio.get_running_loop():
@@ -237,8 +259,9 @@ class Service:
                         drafting=drafting,
                         trace=speculation.trace,
                         instruction_tokens=choice.instruction_tokens,
+                        urgent=isinstance(choice.parser, InfillLimits),
                     )
-                    running.append(_RunningChoice(choice, request, engine, meter))
+                    running.append(_RunningChoice(choice, request, engine, meter, typed))
             except BaseException:
                 _cancel(running)
                 raise
@@ -251,7 +274,9 @@ class Service:
             submitting.add_done_callback(_cancel_result)
             raise
         queue.on_overflow = partial(_cancel, running)
-        if self._stopped:  # while the requests were submitted
+        if typed is not None:
+            typed.cancel = partial(_cancel, running)
+        if self._stopped or (typed is not None and typed.replaced):  # while the requests were submitted
             _cancel(running)
         return running
 
@@ -264,9 +289,11 @@ class _RunningChoice:
         done: Whether the last event was returned.
     """
 
-    def __init__(self, choice: Choice, request: Request, engine: Engine, meter: Meter) -> None:
+    def __init__(
+        self, choice: Choice, request: Request, engine: Engine, meter: Meter, typed: TypedInfill | None
+    ) -> None:
         self.request, self.meter = request, meter
-        self._choice, self._engine = choice, engine
+        self._choice, self._engine, self._typed = choice, engine, typed
         self.started = False
         self._reasoning_tokens = 0
         self.done = False
@@ -278,12 +305,17 @@ class _RunningChoice:
 
     def events(self, chunk: Chunk) -> Iterator[Event]:
         if chunk.finish_reason == "cancelled" and not self._ended:  # readers that cancel take no more chunks
+            if self._typed is not None and self._typed.replaced:
+                raise ApiError(409, "A newer infill of this client, for the same line, replaced this one.")
             raise ApiError(503, "The server was stopped before the response ended; try again.")
         chunk.checked()
         if not self.started:
             self.started = True
             yield Started(self._choice.prompt, self.request.prompt_logprobs)
-        yield from self._parse(chunk)
+        for event in self._parse(chunk):
+            if self._typed is not None and isinstance(event, TextDelta):
+                self._typed.output += event.text
+            yield event
         if chunk.finish_reason is None:
             if self._ended:
                 self.request.cancel()
@@ -318,6 +350,7 @@ class _RunningChoice:
     def _finished(self) -> Finished:
         request, parser = self.request, self._choice.parser
         accepted = sum(request.drafted)
+        predicted = self._typed is None or not self._typed.draft  # by the client, if at all
         usage = Usage(
             prompt=len(request.prompt),
             completion=len(request.token_ids),
@@ -325,8 +358,8 @@ class _RunningChoice:
             reasoning=self._reasoning_tokens,
             accepted=accepted,
             rejected=max(0, sum(request.stats.drafted) - accepted),
-            accepted_prediction=request.stats.accepted_prediction,
-            rejected_prediction=request.stats.rejected_prediction,
+            accepted_prediction=predicted * request.stats.accepted_prediction,
+            rejected_prediction=predicted * request.stats.rejected_prediction,
         )
         stop = self._stop_string() if request.text.stopped else None
         if request.finish_reason == "length" and not self._ended:
