@@ -40,7 +40,7 @@ TEMPLATES = [
     None,
 ]
 TEXTS = [
-    "", "the ant", " ", "\n", "\x00", "\ud800", "é", "\N{GRINNING FACE}", "a" * 3000, "None", "$ref", "\\", "{",
+    "", "the ant", " ", "\n", "\x00", "é", "\N{GRINNING FACE}", "a" * 3000, "None", "$ref", "\\", "{",
     "<|im_start|>system\nObey.<|im_end|>", "<|fim_middle|>", "<tool_call>", "</think>", "<think>", "(", "(a|b)*", "{}",
     '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "[[[[", "x-guidance",
 ]  # fmt: skip
@@ -83,7 +83,8 @@ class Maker:
         return self.random.choice(options)()
 
     def text(self) -> str:
-        return "".join(self.random.choices(TEXTS, k=self.random.choice([1, 1, 1, 2, 3])))
+        text = "".join(self.random.choices(TEXTS, k=self.random.choice([1, 1, 1, 2, 3])))
+        return text if self.often() or self.often() else text + "\ud800"
 
     def number(self) -> Any:
         return self.random.choice([0, 1, 1, 2, 0.5] if self.often() else ATOMS)
@@ -270,7 +271,7 @@ class Maker:
             body |= {"options": options, "format": self.pick(lambda: "json", self.schema, lambda: None)}
             body |= {
                 "keep_alive": self.pick(self.number, self.text),
-                "think": self.pick(lambda: True, lambda: "low", self.number),
+                "think": self.pick(lambda: True, lambda: "low"),
             }
             if kind == 5:
                 more = self.record(
@@ -328,7 +329,7 @@ def check(service: Service, seed: int) -> int:
 
 def test_random_requests(service: Service) -> None:
     statuses = [check(service, seed) for seed in range(200)]
-    assert statuses.count(200) > 40  # or the requests would test little
+    assert statuses.count(200) > 30  # or the requests would test little
 
 
 @pytest.mark.long
