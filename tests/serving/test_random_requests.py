@@ -289,7 +289,7 @@ class Maker:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Iterator[Service]:
+def random_client(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Iterator[Client]:
     """Serve a random model with tokens for infills, calls and reasoning, which drafts with `lookup`."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
@@ -300,18 +300,18 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
     tokenizer.save_pretrained(folder)
     target = load_target(folder)
     with Engine(target, load_drafter("lookup", target=target), max_batch_size=4, prefix_tokens=256) as engine:
-        yield Service(Backends(engine), ServeSettings(served_model_name=(MODEL,)))
+        yield Client(Service(Backends(engine), ServeSettings(served_model_name=(MODEL,))))
 
 
-def check(service: Service, seed: int) -> int:
+def check(client: Client, seed: int) -> int:
     """Send one random request and return the status."""
     maker = Maker(seed)
-    tokenizer = service.backends.usual.target.tokenizer
+    tokenizer = client.service.backends.usual.target.tokenizer
     assert tokenizer is not None
     tokenizer.chat_template = maker.random.choice(TEMPLATES)
     path, body = maker.request()
     content = json.dumps(body)
-    answer = Client(service).send("POST", path, content=content, headers={"content-type": "application/json"})
+    answer = client.send("POST", path, content=content, headers={"content-type": "application/json"})
     context = f"seed {seed}, {path}: {content[:3000]}\n{answer.status_code}: {answer.text[-1000:]}"
     assert answer.status_code < 500, context
     assert "The server failed" not in answer.text and '"server_error"' not in answer.text, context
@@ -323,18 +323,18 @@ def check(service: Service, seed: int) -> int:
             for call in choice["message"].get("tool_calls", ()):
                 function = call.get("function")
                 assert function is None or isinstance(json.loads(function["arguments"]), dict), context
-    assert service.admission.active == 0, context
+    assert client.service.admission.active == 0, context
     return answer.status_code
 
 
-def test_random_requests(service: Service) -> None:
-    statuses = [check(service, seed) for seed in range(200)]
+def test_random_requests(random_client: Client) -> None:
+    statuses = [check(random_client, seed) for seed in range(200)]
     assert statuses.count(200) > 30  # or the requests would test little
 
 
 @pytest.mark.long
-def test_random_requests_for_minutes(service: Service) -> None:
-    until, seed = time.monotonic() + 300, time.time_ns()
+def test_random_requests_for_minutes(random_client: Client) -> None:
+    until, seed = time.monotonic() + 240, time.time_ns()
     while time.monotonic() < until:
         seed += 1
-        check(service, seed)
+        check(random_client, seed)
