@@ -65,6 +65,7 @@ def test_whole_numbers(name: str) -> None:
         ({"logit_bias": {5: "1"}}, "logit_bias must be .*, got '1' for token 5"),
         ({"logit_bias": {5: True}}, "logit_bias must be .*, got True for token 5"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"stop_token_ids": b"5"}, "stop_token_ids must be a list of token ids, got b'5'"),
         ({"stop_token_ids": "5"}, "entries of stop_token_ids must be .*, got '5'"),
         ({"stop_token_ids": [5, -1]}, "entries of stop_token_ids must be .*, got -1"),
         ({"stop_token_ids": [5.0]}, "entries of stop_token_ids must be .*, got 5.0"),

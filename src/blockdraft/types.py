@@ -7,7 +7,7 @@ cached tokens, D head size, m number of target layers. A tensor named `logits_BN
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
@@ -336,7 +336,6 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _listed(name: str, content: str, value: Any) -> tuple[Any, ...]:
-    try:
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):  # iterates over numbers
         return tuple(value)
-    except TypeError as error:
-        raise UsageError(f"{name} must be a list of {content}, got {value!r}.") from error
+    raise UsageError(f"{name} must be a list of {content}, got {value!r}.")

@@ -327,7 +327,10 @@ def test_other_networks_have_no_drafter(target: Target) -> None:
     assert not isinstance(load_drafter(target.path, target=target), NetworkDrafter)  # a language model
 
 
-def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_the_place_of_a_drafter_needs_no_target(
+    tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
     for good in ("none", "mtp", "bundled", tiny_drafter_dir, tiny_target_dir, f"lookup+{tiny_drafter_dir}"):
         check_place(good)
     for name in ("pages.gguf", "notes.gguf"):
@@ -335,6 +338,7 @@ def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_tar
     for bad, message in (
         (tmp_path, r"is no drafter; .* lookup, mtp, none. It holds the file \S*notes.gguf, which may be one.$"),
         ("lookup+nowhere", "^nowhere is no drafter"),
+        (f"{tmp_path.name}/name", f"^{tmp_path.name}/name is no drafter"),  # a path with a mistake
         ("owner/name", "owner/name is no folder here, and the hub does not send"),
         (tmp_path / "notes.gguf", "is no GGUF file"),
         ("none+none", "names none twice"),

@@ -44,6 +44,15 @@ PERSON = Grammar(
     ),
 )
 LIST = Grammar("lark", 'start: item ("," item)* "."\nitem: /[a-c]+/')
+
+
+def closed(*patterns: str) -> dict[str, Any]:
+    """Return a schema with a property and patterns, which allows no other names."""
+    named = {"a": {"type": "integer"}, "b/c": {"type": "integer"}}
+    schema = {"type": "object", "properties": named, "required": ["a"], "additionalProperties": False}
+    return schema | {"patternProperties": dict.fromkeys(patterns, {"type": "integer"})}
+
+
 SHAPES: list[dict[str, Any]] = [
     {},
     {"presence_penalty": 1.5, "repetition_penalty": 1.3, "logit_bias": {20: 5.0}},
@@ -232,6 +241,11 @@ def test_only_tokens_of_both_target_and_tokenizer_are_possible(
         (Grammar("json_schema", '{"not": {}}'), "Unimplemented"),
         (Grammar("json_schema", '{"uniqueItems": true, "format": "path"}'), "Unimplemented"),
         (Grammar("json_schema", '{"enum": []}'), "Unsatisfiable"),
+        (
+            Grammar("json_schema", json.dumps({"items": closed("^a$")})),
+            "match only names in properties; leave them out",
+        ),
+        (Grammar("json_schema", json.dumps(closed("^a$", "^b/c$"))), "match only names in properties"),
         (Grammar("json_schema", '{"$ref": "http://127.0.0.1/schema"}'), "does not fetch"),
         (Grammar("json_schema", '{"type": "array", "items": ' * 300 + "{}" + "}" * 300), "recursion limit"),
         (Grammar("regex", "("), "unclosed group"),
@@ -245,11 +259,19 @@ def test_grammars_that_cannot_be_followed_are_refused(target: Target, grammar: G
     assert len(str(e.value)) < 500
 
 
+@pytest.mark.parametrize("patterns", [["^a"], ["^[ab]$"], ["^a$", "^ab$"]])
+def test_patterns_that_match_other_names_are_followed(target: Target, patterns: list[str]) -> None:
+    grammar = Grammar("json_schema", json.dumps(closed(*patterns)))
+    with Engine(target) as engine:
+        for completion in engine.generate([[5]] * 4, [params(grammar, temperature=3.0, seed=s) for s in range(4)]):
+            assert completion.checked().text.startswith("{")
+
+
 def test_unknown_formats_say_nothing(target: Target) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x"], "format": "path"}}, "required": ["a"]}
-    closed = json.dumps(schema | {"additionalProperties": False})
+    text = json.dumps(schema | {"additionalProperties": False})
     with Engine(target) as engine:
-        [found] = engine.generate([[5]], params(Grammar("json_schema", closed)))
+        [found] = engine.generate([[5]], params(Grammar("json_schema", text)))
     assert json.loads(found.text) == {"a": "x"}
 
 

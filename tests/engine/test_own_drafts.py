@@ -4,6 +4,7 @@ They change the speed and no token, with any drafter, next to other requests, gr
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,17 @@ def test_a_text_is_a_prediction_too(target: Target) -> None:
     assert completion.token_ids == expected.token_ids
 
 
+def test_no_more_of_a_prediction_is_encoded_than_the_context_may_hold(target: Target) -> None:
+    params = SamplingParams(20)
+    with Engine(target) as engine:
+        [expected] = engine.generate(["Name the days."], params)
+        long = expected.text + "word " * 2_000_000
+        began = time.thread_time()
+        [completion] = engine.generate(["Name the days."], replace(params, prediction=long))
+    assert completion.token_ids == expected.token_ids and completion.stats.accepted_prediction > 0
+    assert time.thread_time() - began < 1  # the whole text takes seconds to encode
+
+
 def test_a_request_that_may_not_draft_does_not(target: Target, plain: list[list[int]]) -> None:
     params = SamplingParams(LENGTH_OF_ANSWERS, ignore_eos=True, prediction=plain[0])
 
@@ -276,6 +288,7 @@ def test_a_request_that_may_not_draft_does_not(target: Target, plain: list[list[
     [
         ([5, -1], "entries of prediction must be token ids from 0 on, got -1"),
         ([5, "a"], "entries of prediction must be token ids from 0 on, got 'a'"),
+        (b"x", "prediction must be a list of token ids, or a text, got b'x'"),
         (7, "prediction must be a list of token ids, or a text, got 7"),
         ([10**6], "prediction names the token 1000000, outside the target's vocabulary"),
     ],

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from serving_client import MODEL
 
 from blockdraft.engine import Engine
 from blockdraft.types import SamplingParams
@@ -102,6 +103,22 @@ def test_text_offsets_count_characters(client: Any, engine: Engine) -> None:
         for offset, token in zip(offsets[: len(ids)], result["tokens"], strict=False):
             assert whole[offset : offset + len(token)] == token or "\ufffd" in token
         assert [offsets[ids.index(token)] for token in ids_of(engine, "\u8a9e")[:1]] == [text.index("\u8a9e")]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "the ant"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the ant"}]}),
+    ],
+)
+def test_programs_for_llama_cpp_name_no_model_and_no_limit(client: Any, path: str, body: dict[str, Any]) -> None:
+    texts = []
+    for limit in ({"max_tokens": -1}, {}):
+        answer = client.post(path, {**body, "temperature": 0, **limit}).json()
+        assert answer["model"] == MODEL
+        texts.append(answer["choices"][0].get("text", answer["choices"][0].get("message")))
+    assert texts[0] == texts[1]
 
 
 def test_max_tokens_zero_without_echo(client: Any) -> None:

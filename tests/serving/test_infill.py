@@ -90,6 +90,42 @@ def test_a_request_of_llama_vim(coder_client: Client) -> None:
     assert answer["timings/predicted_ms"] >= 0 and answer["truncated"] is False
 
 
+def test_requests_of_llama_vscode(coder_client: Client, coder: Engine) -> None:
+    """The fields that the extension sends to complete, to read files in advance, and to edit a selection."""
+    more = {"top_k": 40, "top_p": 0.99, "stream": False, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True}
+    extra = [{"text": "F = 1", "time": 1764273600000, "filename": "f.py"}]
+    expected = coder.infill("ab", "yz", [ExtraFile("f.py", "F = 1")], SamplingParams(12))
+    answer = infill(
+        coder_client, input_extra=extra, prompt="", t_max_prompt_ms=500, t_max_predict_ms=60_000, n_indent=0, **more
+    )
+    assert answer["content"] == expected.text
+    ahead = infill(
+        coder_client, input_prefix="", input_suffix="", input_extra=extra, n_predict=0, samplers=[], t_max_predict_ms=1
+    )
+    assert ahead["content"] == ""
+    edit = {
+        "messages": [{"role": "system", "content": "You are an expert coder."}, {"role": "user", "content": "Edit."}],
+        "stream": False, "cache_prompt": True, "samplers": "edkypmxt", "temperature": 0.8, "dynatemp_range": 0,
+        "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 1, "xtc_probability": 0, "repeat_last_n": 64,
+        "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "dry_multiplier": 0, "max_tokens": -1,
+    }  # fmt: skip
+    response = coder_client.post("/v1/chat/completions", edit)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_requests_of_zed(coder_client: Client, coder: Engine) -> None:
+    """Zed writes the fill-in-the-middle prompt itself."""
+    expected = coder.infill("ab", "yz", params=SamplingParams(12)).text
+    prompt = "<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"
+    stop = ["<|endoftext|>", "<|file_separator|>", *FIM[:4], "<PRE>", "<SUF>", "<MID>", "[PREFIX]", "[SUFFIX]"]
+    body = {"model": "coder", "prompt": prompt, "raw": True, "stream": False}
+    body["options"] = {"num_predict": 12, "temperature": 0, "stop": stop}
+    assert coder_client.post("/api/generate", body).json()["response"] == expected
+    body = {"model": "coder", "prompt": prompt, "max_tokens": 12, "temperature": 0, "stop": stop[:4]}
+    assert coder_client.post("/v1/completions", body).json()["choices"][0]["text"] == expected
+
+
 def test_reading_in_advance_generates_nothing(coder_client: Client, coder: Engine) -> None:
     text = "some text that an editor has read, and sends before it is needed"
     answer = infill(coder_client, input_prefix=text, n_predict=0)
@@ -149,17 +185,18 @@ def test_fields_that_would_change_an_infill_are_refused(coder_client: Client, fi
 
 def test_suffix_of_completions(coder_client: Client, coder: Engine) -> None:
     expected = coder.infill("ab", "yz", params=SamplingParams(12))
-    body = {"model": "coder", "prompt": "ab", "suffix": "yz", "max_tokens": 12, "temperature": 0}
+    body = {"model": "coder", "prompt": "ab", "suffix": "yz", "max_tokens": 12}  # greedy by default
     [choice] = coder_client.post("/v1/completions", body).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
     several = coder_client.post("/v1/completions", body | {"prompt": ["ab", "cd"]}).json()["choices"]
     assert several[0]["text"] == expected.text
     assert several[1]["text"] == coder.infill("cd", "yz", params=SamplingParams(12)).text
-    without = coder_client.post("/v1/completions", body | {"suffix": ""}).json()["choices"]
-    assert (
-        without[0]["text"]
-        == coder_client.post("/v1/completions", {**body, "suffix": None}).json()["choices"][0]["text"]
-    )
+    body["temperature"] = 0
+    texts = [
+        coder_client.post("/v1/completions", body | {"suffix": suffix}).json()["choices"][0]["text"]
+        for suffix in ("", None)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_an_infill_at_the_beginning(coder_client: Client, coder: Engine) -> None:

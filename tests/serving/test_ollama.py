@@ -93,6 +93,23 @@ def test_options_reach_the_engine(engine: Engine) -> None:
     assert (params.presence_penalty, params.frequency_penalty) == (0.3, 0.4)
 
 
+@pytest.mark.parametrize(
+    "options, skipped",
+    [
+        ({"typical_p": 0.5, "mirostat": 2, "mirostat_tau": 5.0, "repeat_last_n": 64, "tfs_z": "x"}, "4"),
+        ({"typical_p": 1, "mirostat": 0, "tfs_z": None, "num_ctx": 4096, "num_gpu": 0}, None),
+    ],
+)
+def test_options_that_would_change_the_output_are_counted(
+    engine: Engine, options: dict[str, Any], skipped: str | None
+) -> None:
+    client = ScriptedService(engine, [TextDelta("x"), finished()]).client()
+    for path, body in (("/api/generate", {"prompt": "a"}), ("/api/chat", {"messages": [{"role": "user"}]})):
+        for stream in (True, False):
+            answer = client.post(path, json={"model": MODEL, "options": options, "stream": stream, **body})
+            assert answer.status_code == 200 and answer.headers.get("X-Blockdraft-Skipped") == skipped
+
+
 @pytest.mark.parametrize("given, expected", [(-1, None), (-2, None), (0, 1), (1, 1), (None, None)])
 def test_negative_limits_are_none(engine: Engine, given: int | None, expected: int | None) -> None:
     service = ScriptedService(engine, [TextDelta("x"), finished()])

@@ -3,7 +3,7 @@
 import json
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -46,6 +46,20 @@ def test_a_hub_that_cannot_be_reached_is_reported_at_once(load: object, monkeypa
             ValueError, match="no/such is no folder here, and the hub cannot be reached .* local folder"
         ):
             load("no/such")  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("load", [load_target, load_target_text])
+def test_a_path_with_a_mistake_is_not_asked_for(
+    load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # the port that discards
+    with pytest.raises(UsageError, match="There is no qwen in the folder models; correct the path"):
+        load("models/qwen")
+    with pytest.raises(UsageError, match="There is no file models/qwen.gguf"):
+        load("models/qwen.gguf")
 
 
 @pytest.mark.usefixtures("online")

@@ -198,8 +198,10 @@ def drafter_path(drafter: str | Path) -> Path:
     path = Path(drafter)
     if path.exists() or is_gguf(path) or not re.fullmatch(r"[\w-]+/[\w.-]+", str(drafter)):
         return path
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
+    if path.parent.is_dir() and not isinstance(try_to_load_from_cache(str(drafter), "config.json"), str):
+        return path  # with a mistake, which loading reports
     try:
         return Path(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
     except (OSError, ValueError) as error:

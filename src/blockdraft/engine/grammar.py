@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Sequence
 from itertools import takewhile
@@ -119,7 +121,31 @@ def compile_schema(schema: str) -> str:
     unsupported = [warning for warning in warnings if not warning.startswith("Unknown format: ")]
     if unsupported:
         raise ValueError(" ".join(" ".join(unsupported).split())[:ERROR_LENGTH])
+    check_patterns(json.loads(schema))
     return compiled
+
+
+def check_patterns(schema: Any) -> None:
+    """Raise a ValueError if the patterns of a closed object match only names of its properties.
+
+    llguidance would allow a comma after the last property, and no name behind it.
+    """
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        check_patterns(part)
+    if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
+        return
+    named, patterns = schema.get("properties"), schema.get("patternProperties")
+    if not isinstance(named, dict) or not isinstance(patterns, dict) or not named or not patterns:
+        return
+    if not all(pattern.startswith("^") and pattern.endswith("$") for pattern in patterns):
+        return  # any text may precede or follow
+    expressions = "|".join(pattern[1:-1] for pattern in patterns), "|".join(map(re.escape, named))
+    matched, known = (text.replace("/", r"\/") for text in expressions)
+    library = _llguidance()
+    grammar = library.LLMatcher.grammar_from_lark(f"start: NAME\nNAME: /{matched}/ & ~/{known}/")
+    matcher = library.LLMatcher(library.LLTokenizer("byte"), grammar, log_level=0)
+    if not matcher.is_error() and matcher.compute_bitmask() and matcher.is_error():  # no first byte is allowed
+        raise ValueError(f"patternProperties {list(patterns)} match only names in properties; leave them out")
 
 
 def _tokenizer(target: Target) -> LLTokenizer:

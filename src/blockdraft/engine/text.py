@@ -109,10 +109,13 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
         raise UsageError(f"{without_tokenizer(target)}, so it cannot stop at a text; use stop_token_ids.")
 
 
+CHARACTERS = 8  # of a prediction for each token of the context
+
+
 def encode_prediction(prediction: str | Sequence[int], target: Target) -> list[int]:
     """Return the token ids of a prediction, at most as many as the context holds.
 
-    Tokens that the tokenizer knows and the target lacks are left out.
+    Tokens that the tokenizer knows and the target lacks are left out. Of a long text only the start is encoded.
 
     Raises:
         UsageError: The prediction is a text that cannot be encoded.
@@ -123,6 +126,7 @@ def encode_prediction(prediction: str | Sequence[int], target: Target) -> list[i
         return []
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so a prediction must be a list of token ids.")
+    prediction = prediction[: CHARACTERS * target.max_context]
     check_unicode("prediction", prediction)
     ids = cast("list[int]", target.tokenizer(prediction, add_special_tokens=False)["input_ids"])
     return [token for token in ids if token < target.vocab_size][: target.max_context]

@@ -46,7 +46,6 @@ class InfillRequest(GenerationSchema):
     }
     alternatives = {"max_tokens": "n_predict"}
 
-    model: str = ""
     input_prefix: str
     input_suffix: str
     input_extra: Listed[InputExtra] = Field(default_factory=list, description="Parts of other files, in order.")

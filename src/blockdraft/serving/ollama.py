@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, Response
 
 from blockdraft.engine import InfillTokens
@@ -101,7 +101,7 @@ def router(service: Service) -> APIRouter:
         if not body.prompt and not body.suffix:
             return JSONResponse(_loaded(model, body.keep_alive) | {"response": ""})
         response = GenerateResponse(model)
-        return await respond(http, service, [body.to_request(service)], response, body.stream is not False)
+        return await _respond(http, service, body, response)
 
     @routes.post("/chat")
     async def chat(http: Request, body: OllamaChatRequest) -> Response:
@@ -110,7 +110,7 @@ def router(service: Service) -> APIRouter:
             message = {"role": "assistant", "content": ""}
             return JSONResponse(_loaded(model, body.keep_alive) | {"message": message})
         response = OllamaChatResponse(model)
-        return await respond(http, service, [body.to_request(service)], response, body.stream is not False)
+        return await _respond(http, service, body, response)
 
     @routes.post("/embed")
     @routes.post("/embeddings")
@@ -122,6 +122,13 @@ def router(service: Service) -> APIRouter:
         raise ApiError(501, "This server neither embeds nor manages models; use `blockdraft pull`.")
 
     return routes
+
+
+async def _respond(
+    http: Request, service: Service, body: GenerateRequest | OllamaChatRequest, response: OllamaResponse
+) -> Response:
+    requests = [body.to_request(service)]
+    return await respond(http, service, requests, response, body.stream is not False, body.options.num_skipped)
 
 
 def _time(moment: datetime | None = None) -> str:
@@ -155,8 +162,19 @@ class ShowRequest(Schema):
     name: str | None = None
 
 
+# Options that would change the output and are skipped, each with the values that change nothing.
+SKIPPED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,),
+    "repeat_last_n": (-1,),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+}
+
+
 class Options(Schema):
     """Options of Ollama. Those that say how to compute, such as `num_ctx` and `num_thread`, are ignored."""
+
+    model_config = ConfigDict(extra="allow")
 
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     temperature: float | None = None
@@ -168,6 +186,12 @@ class Options(Schema):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of options that this server lacks and that would change the output."""
+        given = self.model_extra or {}
+        return sum(name in given and given[name] not in neutral for name, neutral in SKIPPED_OPTIONS.items())
 
 
 class OllamaSchema(Schema):

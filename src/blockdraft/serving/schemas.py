@@ -38,6 +38,7 @@ Table = Annotated[dict[str, T], Field(max_length=MAX_TABLE), BeforeValidator(_li
 Token = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[Token], Field(fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+UNLIMITED = BeforeValidator(lambda value: None if value == -1 else value)  # as programs for llama.cpp ask
 NonEmpty = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
@@ -132,9 +133,9 @@ class GenerationSchema(Schema):
         "modalities": (["text"],),
     }
 
-    model: str = Field(description="A name that /v1/models lists, or an empty text for the served model.")
+    model: str = Field("", description="A name that /v1/models lists; without one, the served model.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: MaxTokens | None = None
+    max_tokens: Annotated[MaxTokens | None, UNLIMITED] = None
     temperature: Annotated[float, _in_range("temperature", least=0)] | None = None
     top_p: Annotated[float, _in_range("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None

@@ -105,7 +105,7 @@ class Service:
         return context_of(self.backends.usual)
 
     def check_model(self, name: str) -> str:
-        """Return the model name for the response. An empty name, as llama.vim sends it, is the served model.
+        """Return the model name for the response. An empty name is the served model.
 
         Raises:
             ApiError: No served model has this name (404).

@@ -114,12 +114,19 @@ def is_hub_name(name: str | Path) -> bool:
 
 
 def check_hub(name: str, file: str, revision: str | None = None) -> None:
-    """Raise a UsageError if a repository's file is not on this machine and the hub does not respond.
+    """Raise a UsageError if a repository's file is not on this machine, and cannot or will not come from the hub.
 
-    The hub's client would only notice after a long time.
+    A name whose first part is a folder here is a path with a mistake. The hub's client would only notice after a long
+    time that the hub does not respond.
     """
-    known = huggingface_hub.try_to_load_from_cache(name, file, revision=revision)
-    if isinstance(known, str) or huggingface_hub.constants.HF_HUB_OFFLINE:
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, file, revision=revision), str):
+        return
+    if (folder := Path(name).parent).is_dir():
+        raise UsageError(
+            f"There is no {Path(name).name} in the folder {folder}; correct the path. To load {name} from the hub, run "
+            f"the command in a folder without {folder}."
+        )
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
         return
     try:
         _ask(huggingface_hub.constants.ENDPOINT)

@@ -108,6 +108,7 @@ HERMES = [
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', [call("f", '{"a": 2}')]),
     # Other keys for the arguments, none, and keys whose values would be lost.
     ('<tool_call>{"name": "f", "parameters": {"a": "x"}}</tool_call>', [call("f", '{"a": "x"}')]),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"}}}\n</tool_call>', [call("f", '{"a": "x"}')]),
     ('<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}', [call("f", '{"a": "x"}')]),
     ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [call("f", "{}")]),
     (

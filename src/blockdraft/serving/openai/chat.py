@@ -16,6 +16,7 @@ from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
 from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Started, ToolCall, ToolChoice
 from blockdraft.serving.schemas import (
+    UNLIMITED,
     GenerationSchema,
     Listed,
     MaxTokens,
@@ -167,7 +168,7 @@ class ChatRequest(GenerationSchema):
     unsupported = {name: neutral for name, neutral in GenerationSchema.unsupported.items() if name != "n_predict"}
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: Annotated[MaxTokens | None, UNLIMITED] = None
     n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="llama.cpp's name of max_tokens; 0 only reads the prompt, as llama.vim asks, -1 is no limit."
     )

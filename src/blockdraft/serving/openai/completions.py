@@ -16,7 +16,7 @@ from blockdraft.engine.text import REPLACEMENT
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
 from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
-from blockdraft.serving.schemas import GenerationSchema, Listed, TokenIds
+from blockdraft.serving.schemas import UNLIMITED, GenerationSchema, Listed, TokenIds
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
 from blockdraft.types import MOST_LOGPROBS, TokenLogprob
@@ -45,7 +45,7 @@ class CompletionRequest(GenerationSchema):
     }
 
     prompt: str | Listed[str] | TokenIds | Listed[TokenIds]
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0, lt=2**31)] | None, UNLIMITED] = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool = True
@@ -56,7 +56,9 @@ class CompletionRequest(GenerationSchema):
         if not self.prompt and not (self.suffix and self.prompt == ""):  # an infill may begin a text
             raise UsageError("prompt is empty; give at least one token.")
         params = self.to_sampling_params(
-            default_temperature, logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None
+            0.0 if self.suffix else default_temperature,  # infills of all routes are greedy by default
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
         )
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts: Any = [self.prompt] if single else self.prompt

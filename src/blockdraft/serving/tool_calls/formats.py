@@ -204,8 +204,8 @@ def _json_call(value: dict[str, Any], marked: bool) -> Call:
 def _end_of_calls(
     text: str, end: int, calls: tuple[Call, ...], final: bool, marker: str = TOOL_CALL_END
 ) -> Match | None:
-    """Return calls that end at an index or, if it follows, behind a marker."""
-    rest = text[end:].lstrip()
+    """Return calls that end at an index or, if it follows, behind a marker. Models write a brace too many before it."""
+    rest = text[end:].lstrip("} \t\r\n")
     if rest.startswith(marker):
         return Match(len(text) - len(rest) + len(marker), calls)
     if marker.startswith(rest):

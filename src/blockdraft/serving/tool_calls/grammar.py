@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.engine.grammar import JSON_STYLE, compile_schema
+from blockdraft.engine.grammar import JSON_STYLE, check_patterns, compile_schema
 from blockdraft.errors import UsageError
 from blockdraft.serving.json_schemas import tool_schemas
 from blockdraft.serving.request import Chat
@@ -73,6 +73,11 @@ def grammar_of(
             rules.append("text: /(?s:.*)/")
         else:
             outputs.append(f"call ({literal(form.separator, added)} call)*" if parallel else "call")
+        for tool, schema in tools.items():
+            try:
+                check_patterns(schema)
+            except ValueError as error:
+                raise UsageError(f"tools holds parameters of {tool} that cannot be followed: {error}.") from error
         calls = [form.grammar(tool, schema, added) for tool, schema in tools.items() if name in (None, tool)]
         rules += [f"call: {' | '.join(calls)}", form.rules]
     if content is not None and not required:
