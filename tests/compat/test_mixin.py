@@ -223,7 +223,7 @@ def test_bad_arguments_are_refused(mixin, arguments, message):
     [
         ({"block_size": 0}, "block_size is 0"),
         ({"diffusion_steps": 0}, "diffusion_steps is 0"),
-        ({"noise_schedule": "square"}, r"'square'; it must be one of \['cosine', 'linear'\]"),
+        ({"noise_schedule": "square"}, r"must be one of \['cosine', 'linear'\], got 'square'"),
     ],
 )
 def test_bad_configs_are_refused(changes, message):

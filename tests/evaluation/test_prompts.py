@@ -32,7 +32,7 @@ def test_files_of_windows_programs(tmp_path: Path) -> None:
         ('{"turns": "a"}', "must be a list of texts"),
         ('{"turns": []}', "must be a list of texts"),
         ('{"turns": [1]}', "the prompt is 1"),
-        ('{"turns": [{"role": "user"}]}', "it must be a text"),
+        ('{"turns": [{"role": "user"}]}', "must be a text"),
         ('{"prompt": " "}', "the prompt is ' '"),
         ('{"prompt": "\\ud83d"}', "no valid Unicode text (surrogates not allowed)"),
     ],

@@ -601,7 +601,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
     monkeypatch.undo()
     out.mkdir()
     (out / "thesis.tex").touch()
-    refused("the folder to write is .*drafter'; it must be new, empty or a draft model's")
+    refused("the folder to write must be new, empty or a draft model's.*, got .*drafter'")
     shutil.rmtree(run_folder(out))
     refused("is no run of this command; choose another --out")
     (tmp_path / "file").touch()
