@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MODULES = ["blockdraft.cli", "blockdraft.drafters", "blockdraft.training.trainer", "matplotlib.pyplot", "transformers"]
@@ -21,7 +23,7 @@ class Command:
 
     def __init__(self, *words: object, stderr: str | Path = os.devnull) -> None:
         CONTEXT.set_forkserver_preload(MODULES)
-        self._process = CONTEXT.Process(target=_run, args=([*map(str, words)], str(stderr)))
+        self._process = CONTEXT.Process(target=_run, args=([*map(str, words)], {**os.environ}, str(stderr)))
         self._process.start()
 
     def is_alive(self) -> bool:
@@ -30,12 +32,12 @@ class Command:
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid or 0, number)
 
-    def wait(self, seconds: float = 240) -> int:
-        """Return the exit code, which is negative after a signal."""
+    def wait(self, seconds: float | None = 240) -> int:
+        """Return the exit code, which is negative after a signal. Raise a TimeoutError if it does not end in time."""
         self._process.join(seconds)
-        code = self._process.exitcode
-        assert code is not None, f"it runs for more than {seconds} seconds"
-        return code
+        if self._process.exitcode is None:
+            raise TimeoutError(f"it runs for more than {seconds} seconds")
+        return self._process.exitcode
 
 
 def run(*words: object, stderr: str | Path = os.devnull) -> None:
@@ -43,7 +45,26 @@ def run(*words: object, stderr: str | Path = os.devnull) -> None:
     assert Command(*words, stderr=stderr).wait() == 0
 
 
-def _run(words: list[str], stderr: str) -> None:
+class Popen:
+    """Takes the place of `subprocess.Popen` for `python -m blockdraft ...`."""
+
+    def __init__(self, command: Sequence[str], preexec_fn: Callable[[], None] | None = None) -> None:
+        assert list(command[:3]) == [sys.executable, "-m", "blockdraft"], command
+        self._command = Command(*command[3:])
+
+    def terminate(self) -> None:
+        self._command.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            return self._command.wait(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("blockdraft", timeout or 0) from None
+
+
+def _run(words: list[str], environment: dict[str, str], stderr: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     import torch
 
     from blockdraft.cli import main

@@ -1,12 +1,14 @@
 """Fits as a whole: what is refused, and that an interrupted one ends as any other."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from blockdraft.data.settings import RecordSettings
@@ -118,7 +120,14 @@ def test_a_dry_run_measures_and_leaves_nothing(tmp_path: Path, tiny_target_dir: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, {"variant": "eagle3", "hidden_states": "disk", "stored_target_layers": (0, 1, 3)}]
+    "changes",
+    [
+        {"hidden_states": "disk"},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param(
+            {"variant": "eagle3", "hidden_states": "disk", "stored_target_layers": (0, 1, 3)}, marks=pytest.mark.long
+        ),
+    ],
 )
 def test_a_fit_from_its_plan_to_its_card(
     changes: dict[str, Any],
@@ -132,6 +141,7 @@ def test_a_fit_from_its_plan_to_its_card(
     from blockdraft import Engine, load_drafter, load_target
 
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
     fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (source,), RECORDS)
     plan = make_plan(**changes)
     if plan.hidden_states == "disk":
