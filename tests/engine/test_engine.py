@@ -1,4 +1,4 @@
-"""Decoding with any drafter equals decoding plainly, whatever it draft tokens."""
+"""Decoding with any drafter equals plain decoding, whatever it drafts."""
 
 import time
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import LONG
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -25,7 +26,7 @@ from blockdraft.types import Drafting, SamplingParams
 PROMPTS = [[5, 9, 17, 4], [8, 8, 30], [40, 3, 22, 19, 7, 6, 5]]
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("hf", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["native", pytest.param("hf", marks=LONG)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     return load_target(tiny_target_dir, backend=request.param)
 
