@@ -106,7 +106,7 @@ def test_named_fields() -> None:
         ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{}]}]}, "needs a function with a name"),
         ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL | {"arguments": "[1]"}]}]}, "an object"),
         ({"prompt": "q", "completion": "a"}, "name it by --response-field"),
-        ({"text": 3}, '"text" is 3'),
+        ({"text": 3}, '"text" must be a text, got 3'),
     ],
 )
 def test_other_forms_are_refused(raw: dict[str, Any], message: str) -> None:

@@ -217,7 +217,7 @@ def test_arrays_are_lists_and_their_numbers_are_numbers(target: Target) -> None:
         assert read_draft_vocab(given, target).tolist() == [4, 9]
     assert len(read_draft_vocab(np.int64(7), target)) == len(read_draft_vocab(" 7 ", target)) == 7  # type: ignore[arg-type]
     for given in (True, 3.0, torch.tensor(3.5), "", "  ", "9" * 5000, [True], "1.5"):
-        with pytest.raises(UsageError, match="draft_vocab (is|holds) "):
+        with pytest.raises(UsageError, match="draft_vocab "):
             read_draft_vocab(given, target)
 
 

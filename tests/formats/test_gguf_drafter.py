@@ -145,7 +145,7 @@ def test_what_llama_cpp_is_reported_of_the_others(make: Make, tmp_path: Path) ->
         (
             KINDS[2],
             {"confidence_temperatures": (1.0,) * 8},
-            "confidence_temperatures is .* must be absent in llama.cpp",
+            "confidence_temperatures must be absent in llama.cpp, got",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_files_of_other_programs(make: Make, tmp_path: Path) -> None:
     assert drafter_config(open_gguf(again({})), 3) == drafter.config
     assert read_drafter(again({}), None, 3).trained.target is None
     for changes, more, said in (
-        ({}, {"blk.0.attn_sinks.weight": torch.ones(4)}, "a tensor is .*attn_sinks.* must be one that is known here"),
+        ({}, {"blk.0.attn_sinks.weight": torch.ones(4)}, "a tensor must be one that is known here, got .*attn_sinks"),
         ({}, {"rope_freqs.weight": torch.ones(4)}, "rope_freqs.weight must be absent.*, got 'a tensor'"),
         ({"dflash.block_size": None}, {}, "e.gguf: block_size must be in the file.*, but is absent"),
         ({"dflash.target_layers": None}, {}, "dflash.target_layers must be a list of layers.*, but is absent"),

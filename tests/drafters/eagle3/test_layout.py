@@ -87,7 +87,7 @@ def test_norms_of_queries_and_keys_are_qwen3s(tmp_path: Path) -> None:
     raw = write(tmp_path / "draft", config, eagle3.SPECULATORS)
     assert raw["transformer_layer_config"]["model_type"] == "qwen3"
     assert read_drafter(tmp_path / "draft", None, 10).config == config
-    with pytest.raises(UsageError, match="qk_norm is True; .* export to eagle3_speculators"):
+    with pytest.raises(UsageError, match="qk_norm must be false .*, got True; export to eagle3_speculators"):
         eagle3.LAYOUT.check(config, None, ())
 
 
@@ -201,10 +201,10 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; .* not supported"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers must be absent, got 2; .* not supported"),
         ({"target_hidden_size": 32}, "target_hidden_size must be hidden_size, 16.*, got 32"),
         ({"hidden_size": None}, "hidden_size must be a whole number.*, but is absent"),
-        ({"intermediate_size": None}, "intermediate_size is absent"),
+        ({"intermediate_size": None}, "intermediate_size must be .*is absent"),
         ({"draft_vocab_size": 65}, "draft_vocab_size must be at most vocab_size, 64.*, got 65"),
         ({"draft_vocab_size": 4}, "2 tensors do not fit"),
         ({"fc_norm": True}, r"fc_norm\.0\.weight must be among the tensors.*, but is absent"),
@@ -212,12 +212,12 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
             {"layer_types": ["sliding_attention"]},
             r"layer_types must be full_attention alone.*, got \['sliding_attention'\]",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"parallel_drafting": True}, "parallel_drafting is True"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"hidden_act": "gelu"}, "hidden_act must be .*got 'gelu'"),
+        ({"parallel_drafting": True}, "parallel_drafting must be .*got True"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state must be .*got False"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}},
-            r"target_layers is \(1, 5, 10\); .* below .*10",
+            r"target_layers must be .* below .*10, got \(1, 5, 10\)",
         ),
         ({"eagle_config": [1]}, r"eagle_config must be a JSON object.*, got \[1\]"),
     ],

@@ -29,7 +29,7 @@ PROMPTS = [
     "Ann has 4 apples and buys 7 more. How many apples does she have now?",
     "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",
 ]
-SMALL = DoctorSettings(max_new_tokens=40, anchors=16)
+SMALL = DoctorSettings(max_new_tokens=48, anchors=24)
 
 
 @pytest.fixture(scope="module")

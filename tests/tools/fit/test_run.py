@@ -141,7 +141,6 @@ def test_a_fit_from_its_plan_to_its_card(
     from blockdraft import Engine, load_drafter, load_target
 
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
     fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (source,), RECORDS)
     plan = make_plan(**changes)
     if plan.hidden_states == "disk":
@@ -149,7 +148,9 @@ def test_a_fit_from_its_plan_to_its_card(
             plan, seconds=dict(zip(("prompts", "data", "hidden-states", "train", "calibrate", "bench"), count(9)))
         )
     planned(fit, plan)
-    lines = run_fit(fit, False, SILENT)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", forked.Popen)
+        lines = run_fit(fit, False, SILENT)
     assert "same answers: 100 %" in lines[0]
     assert f"blockdraft generate --target {tiny_target_dir} --device cpu --drafter {tmp_path}/out" in lines[3]
     card = (tmp_path / "out" / "README.md").read_text()
