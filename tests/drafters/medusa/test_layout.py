@@ -108,8 +108,16 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ("list", [torch.zeros(2)], "its content must be .*got 'list'"),
         ("empty", {}, "the number of heads must be at least 1, got 0"),
         ("whole", {f"medusa_head.{n}": t for n, t in tensors().items()}, "it lacks 0.0.linear.weight"),
-        ("flat", {**tensors(), "0.0.linear.weight": torch.tensor(1.0)}, "the shape of a weight of head 0 is"),
-        ("thin", {**tensors(), "0.1.weight": torch.zeros(20)}, "the shape of a weight of head 0 is"),
+        (
+            "flat",
+            {**tensors(), "0.0.linear.weight": torch.tensor(1.0)},
+            "the shape of a weight of head 0 must be of two dimensions",
+        ),
+        (
+            "thin",
+            {**tensors(), "0.1.weight": torch.zeros(20)},
+            "the shape of a weight of head 0 must be of two dimensions",
+        ),
         ("gap", {n: t for n, t in tensors().items() if n != "3.1.weight"}, "3.1.weight: expected .20, 8., found None"),
     ):
         with pytest.raises(ValueError, match=message):
