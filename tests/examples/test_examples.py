@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from blockdraft import cli
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -55,9 +57,18 @@ def test_many_prompts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_own_drafter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_own_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_process(command: list[str], check: bool) -> None:
+        assert command[:3] == [sys.executable, "-m", "blockdraft"] and check
+        with pytest.raises(SystemExit) as end:
+            cli.main(command[3:])
+        assert not end.value.code
+
+    monkeypatch.setattr(subprocess, "run", in_this_process)
     load("own_drafter").main(tmp_path / "own", steps=2)
-    out = capfd.readouterr().out
+    out = capsys.readouterr().out
     assert (tmp_path / "own/drafter/model.safetensors").is_file()
     assert [line.split()[-2] for line in out.splitlines() if line.startswith(("none ", "chain "))] == ["100", "100"]
 
