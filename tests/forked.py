@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ class Command:
 
     def __init__(self, *words: object, stderr: str | Path = os.devnull) -> None:
         CONTEXT.set_forkserver_preload(MODULES)
-        self._process = CONTEXT.Process(target=_run, args=([*map(str, words)], {**os.environ}, str(stderr)))
+        arguments = [*map(str, words)], {**os.environ}, str(stderr)
+        self._process = CONTEXT.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
 
     def is_alive(self) -> bool:
@@ -40,9 +42,10 @@ class Command:
         return self._process.exitcode
 
 
-def run(*words: object, stderr: str | Path = os.devnull) -> None:
+def run(*words: object) -> None:
     """Run a command to its end, which must be a success."""
-    assert Command(*words, stderr=stderr).wait() == 0
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stderr:
+        assert Command(*words, stderr=stderr.name).wait() == 0, stderr.read()
 
 
 class Popen:

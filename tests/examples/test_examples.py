@@ -5,7 +5,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -66,8 +66,9 @@ def test_own_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
             cli.main(command[3:])
         assert not end.value.code
 
-    monkeypatch.setattr(subprocess, "run", in_this_process)
-    load("own_drafter").main(tmp_path / "own", steps=2)
+    example = load("own_drafter")
+    monkeypatch.setattr(example, "subprocess", SimpleNamespace(run=in_this_process))
+    example.main(tmp_path / "own", steps=2)
     out = capsys.readouterr().out
     assert (tmp_path / "own/drafter/model.safetensors").is_file()
     assert [line.split()[-2] for line in out.splitlines() if line.startswith(("none ", "chain "))] == ["100", "100"]

@@ -315,7 +315,7 @@ def test_processes_at_once_and_one_that_is_killed_while_it_writes(origin: Origin
     context = multiprocessing.get_context("spawn")
     ready, go_on = context.Semaphore(0), context.Semaphore(0)
     whole, killed = origin, replace(origin, options={"n": 1})
-    other = context.Process(target=_write_in_parts, args=([whole, killed], ready, go_on))
+    other = context.Process(target=_write_in_parts, args=([whole, killed], ready, go_on), daemon=True)
     other.start()
     assert ready.acquire(timeout=120)
     assert open_kept(whole, Maker()) is None  # the other process is writing it
