@@ -123,22 +123,6 @@ def test_sampled_tokens_depend_on_the_seed_alone(
     assert other.token_ids != drafted.token_ids
 
 
-def test_rows_of_a_batch_do_not_touch_each_other(target: Target, random_drafter: DFlashDrafter) -> None:
-    params = [
-        SamplingParams(30, ignore_eos=True),
-        SamplingParams(7, 0.9, seed=1),
-        SamplingParams(55, 0.7, top_k=9, seed=2, ignore_eos=True),
-    ]
-    engine = Engine(target, random_drafter, drafting=Drafting(None))
-    together = engine.generate(PROMPTS, params)
-    alone = [engine.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    assert [
-        c.token_ids
-        for c in Engine(target, random_drafter, max_batch_size=2, drafting=Drafting(None)).generate(PROMPTS, params)
-    ] == [c.token_ids for c in alone]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
 def test_length_is_exact_and_a_stop_token_ends(target: Target, random_drafter: DFlashDrafter, count: int) -> None:
     engine = Engine(target, random_drafter, drafting=Drafting(None))
