@@ -55,7 +55,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="measure a run without cached files, too")
     given = parser.parse(words)
     if given.repeats < 1:
-        parser.error(f"--repeats is {given.repeats}; it must be at least 1.")
+        parser.error(f"--repeats must be at least 1, got {given.repeats}.")
     for file in (given.model, given.llama):
         if file is not None and not file.is_file():
             parser.error(f"There is no file {file}.")

@@ -354,6 +354,19 @@ def runnable(page: str) -> list[tuple[Block, list[Command]]]:
     return found
 
 
+def names_of_examples() -> dict[str, Any]:
+    target = blockdraft.load_target()
+    assert target.tokenizer is not None
+    inputs = target.tokenizer(CHATS[0], return_tensors="pt")
+    base_model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32")
+    return {
+        "tokenizer": target.tokenizer,
+        "inputs": inputs,
+        "input_ids": inputs["input_ids"],
+        "base_model": base_model,
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of the libraries that examples use as they come
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
@@ -361,15 +374,7 @@ def test_blocks_run(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of a page in order, Python blocks in one namespace, with the names that they take for granted."""
-    target = blockdraft.load_target()
-    assert target.tokenizer is not None
-    inputs = target.tokenizer(CHATS[0], return_tensors="pt")
-    names = {
-        "tokenizer": target.tokenizer,
-        "inputs": inputs,
-        "input_ids": inputs["input_ids"],
-        "base_model": AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32"),
-    }
+    names = names_of_examples() if any(block.language == "python" for block, _ in runnable(page)) else {}
     for number, (block, commands) in enumerate(runnable(page)):
         if block.language == "python":
             exec(compile(block.text, page, "exec"), names)

@@ -65,7 +65,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse(words)
     for name in ("max_new_tokens", "repeats", "threads"):
         if getattr(found, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(found, name)}; it must be at least 1.")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(found, name)}.")
     found.prompts = found.prompts or [command.PROMPTS]
     if found.drafter is None:
         if found.target != BUNDLED:

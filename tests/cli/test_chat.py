@@ -73,7 +73,7 @@ def test_drafters_run_as_the_other_commands_have_them(chat: Chat) -> None:
     assert plain[0] == few[0] == 0 and plain[1] == few[1]
     assert "target, the drafter proposes 40 of 265 tokens. /help lists" in chat("--draft-vocab", 40, keys="")[1]
     code, _, err = chat("--draft-vocab", 266, stdin="Tom has 3 pens.\n")
-    assert code == 2 and "--draft-vocab is 266; it must be from 1 to 265" in err
+    assert code == 2 and "--draft-vocab must be from 1 to 265, got 266" in err
     code, _, err = chat("--drafter-device", "cpu", stdin="Tom has 3 pens.\n")
     assert code == 2 and "cannot run on cpu beside a target on cpu" in err
 
@@ -285,24 +285,13 @@ def test_a_chat_in_a_real_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.type("\x03")
     terminal.wait_for("Ctrl-D or /exit ends")
     terminal.wait_for(">")
+    for _ in range(2):  # Ctrl-C ends an answer, and the chat goes on
+        terminal.type("Count from 1 to 100.\r")
+        terminal.wait_for(r"\n\w+")
+        terminal.type("\x03")
+        terminal.wait_for("Stopped; the chat goes on")
+        terminal.wait_for(">")
     terminal.type("\x04")
     assert terminal.process.wait(120) == 0
     messages = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
     assert messages[0]["content"] == "What is\n37 + 58?" and len(messages) == 4
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_real_terminal(terminal: Terminal) -> None:
-    terminal.wait_for(">")
-    terminal.type("Write a solution to the following problem: def f(x): " + "sum of x and y. " * 10 + "\r")
-    terminal.wait_for(r"\n\w+")
-    terminal.type("\x03")
-    terminal.wait_for("Stopped; the chat goes on")
-    terminal.wait_for(">")
-    terminal.type("Count from 1 to 100.\r")
-    terminal.wait_for(r"\n\w+")
-    terminal.type("\x03")
-    terminal.wait_for("Stopped; the chat goes on")
-    terminal.wait_for(">")
-    terminal.type("\x04")
-    assert terminal.process.wait(120) == 0

@@ -9,7 +9,9 @@ from blockdraft.drafters import BUNDLED_DFLASH, bundled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("--drafter", "bundled-dflash", "--round-drafter", "--json")])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--drafter", "bundled-dflash", "--round-drafter", "--json"), marks=pytest.mark.long)]
+)
 def test_the_bundled_pair_has_no_fault(words: tuple[str, ...], blockdraft: Callable[..., Any]) -> None:
     """The pair is examined whatever was pulled, and the drafter is not quantized, or decoding would differ."""
     done = blockdraft("doctor", *words)

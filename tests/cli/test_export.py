@@ -1,6 +1,7 @@
 """`blockdraft export` on tiny models: what it writes, and how it refuses."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -159,17 +160,17 @@ def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     (tmp_path / "taken" / "letter.txt").write_text("dear")
     for args, message in (
         ((tmp_path / "nowhere", "--out", tmp_path / "out"), "nowhere/config.json cannot be read"),
-        ((tiny_drafter_dir, "--format", "onnx", "--out", tmp_path / "out"), "format is 'onnx'; it must be one of zlab"),
+        ((tiny_drafter_dir, "--format", "onnx", "--out", tmp_path / "out"), "format must be one of zlab.*, got 'onnx'"),
         (
             (tmp_path / "last", "--format", "speculators", "--out", tmp_path / "out"),
-            "a target layer is 2; it must be below",
+            "a target layer must be below.*, got 2",
         ),
-        ((tmp_path / "deep", "--out", tmp_path / "out"), "num_target_layers is 4; it must be the target's, 3"),
+        ((tmp_path / "deep", "--out", tmp_path / "out"), "num_target_layers must be the target's, 3.*, got 4"),
         ((tiny_drafter_dir, "--format", "speculators", "--out", tmp_path / "taken"), "new, empty or a draft model's"),
         ((tiny_drafter_dir, "--out", tiny_drafter_dir), "is the drafter's own folder; choose another"),
     ):
         code, err = export(*args)
-        assert code == 2 and message in err
+        assert code == 2 and re.search(message, err)
     assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "taken"}
 
 
@@ -246,11 +247,11 @@ def test_refusals_of_gguf(export: Run, tmp_path: Path, tiny_drafter_dir: Path, t
     for args, message in (
         (
             (tmp_path / "last", "--format", "gguf", "--out", out),
-            "a target layer is 2; it must be below the target's last layer",
+            "a target layer must be below the target's last layer.*, got 2",
         ),
         ((tiny_mtp_dir, "--format", "gguf", "--out", out), "The kind of drafter is 'MTP'; llama.cpp drafts with files"),
         (("mtp", "--format", "gguf", "--out", out), "DRAFTER is mtp, which has no files of its own to write"),
-        ((tmp_path / "deep", "--format", "gguf", "--out", out), "num_target_layers is 4; it must be the target's, 3"),
+        ((tmp_path / "deep", "--format", "gguf", "--out", out), "num_target_layers must be the target's, 3.*, got 4"),
         (
             (tiny_drafter_dir, "--format", "gguf", "--type", "q5_k", "--out", out),
             "--type must be 'f32', 'f16'",
@@ -264,5 +265,5 @@ def test_refusals_of_gguf(export: Run, tmp_path: Path, tiny_drafter_dir: Path, t
         ((tiny_drafter_dir, "--format", "gguf", "--target", "m.gguf", "--out", out), "There is no file m.gguf"),
     ):
         code, err = export(*args)
-        assert code == 2 and message in err
+        assert code == 2 and re.search(message, err)
     assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "file"}

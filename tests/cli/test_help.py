@@ -43,7 +43,7 @@ def test_errors_of_commands_name_options_as_they_are_typed(blockdraft: Callable[
     assert "--seed must be " in blockdraft("bench", "--seed", -1).err
     message = blockdraft("train", "dflash", "--eval-every", "x", "--layers", "0").err
     assert "--eval-every must be" in message and "--layers must be" in message
-    assert "--format is 'nope'; " in blockdraft("export", "bundled", "--format", "nope", "--out", "x").err
+    assert "--format must be one of zlab, " in blockdraft("export", "bundled", "--format", "nope", "--out", "x").err
 
 
 def test_every_command_has_both_helps() -> None:

@@ -32,7 +32,7 @@ class Colour:
 
     def __post_init__(self) -> None:
         if self.red > 1:
-            raise UsageError(f"red is {self.red}; it must be at most 1.")
+            raise UsageError(f"red must be at most 1, got {self.red}.")
 
 
 TAKEN: list[object] = []
@@ -75,7 +75,7 @@ def test_all_errors_are_reported_together_by_flag() -> None:
     assert run("--size", "0") == "--size must be at least 1, got '0'."
     assert run("--size", "x", "--kind", "odd", "--crimson", "2") == (
         "--size must be a whole number, got 'x'. --kind must be 'round' or 'flat', got 'odd'. "
-        "--crimson is 2.0; it must be at most 1."
+        "--crimson must be at most 1, got 2.0."
     )
     assert not TAKEN
     assert run("--loud") == "--size is too loud."
@@ -84,9 +84,9 @@ def test_all_errors_are_reported_together_by_flag() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("0", "--draft-vocab is 0; it must be at least 1."),
+        ("0", "--draft-vocab must be at least 1, got 0."),
         ("abc", "--draft-vocab is 'abc', which is no file"),
-        ("ids.json", "ids.json holds 'a'; it must be a list of token ids, 0 or more."),
+        ("ids.json", "ids.json must be a list of token ids, 0 or more, got 'a'."),
     ],
 )
 def test_draft_vocabularies_are_read_before_targets_load(

@@ -48,7 +48,7 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
         (["dlfash"], "'dlfash' is unknown; there are dflash"),
         (["dflash", "--out", "x"], "--data is missing"),
         (["dflash", "--out", "x", "--data", "nowhere"], "give a folder made by `blockdraft data`"),
-        (["dflash", "--out", "x", "--data", "y", "--format", "gguf"], "format is 'gguf'"),
+        (["dflash", "--out", "x", "--data", "y", "--format", "gguf"], "format must be one of"),
         (["dflash", "nowhere.toml"], "nowhere.toml cannot be read"),
     ],
 )

@@ -144,5 +144,5 @@ def test_what_the_template_refuses_is_reported(tokenizer: PreTrainedTokenizerBas
 
 @pytest.mark.parametrize("args", ["{", "[1]", '{"messages": []}'])
 def test_template_args_are_a_json_object(tokenizer: PreTrainedTokenizerBase, args: str) -> None:
-    with pytest.raises(ValueError, match=r"it must be a JSON object"):
+    with pytest.raises(ValueError, match=r"must be a JSON object"):
         encoder(tokenizer, MARKED, args)

@@ -151,9 +151,9 @@ def test_what_the_template_refuses_is_found_before_any_work(tmp_path: Path, targ
     records[50] = {"conversations": [{"from": "oracle", "value": "x"}]}
     wrong = (
         r"(?s)^2 of 60 records cannot be used; mend them, or add --skip-faulty.*"
-        r"record 41: messages are refused by the chat template: .*roles must alternate.*record 51: .*role 'oracle'"
+        r"record 41: messages are refused by the chat template: .*roles must alternate.*record 51: the role .*'oracle'"
     )
-    faulty = r"records\.jsonl, record 50: a message has the role 'oracle'.* Add --skip-faulty"
+    faulty = r"records\.jsonl, record 50: the role of a message must be .*'oracle'.* Add --skip-faulty"
     with pytest.raises(ValueError, match=wrong):
         prepared(tmp_path / "a", target, records, writer=writer)
     with pytest.raises(ValueError, match=faulty):

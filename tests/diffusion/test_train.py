@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -335,16 +336,23 @@ def test_two_processes_match_one_process(model_of: Any, folder_of: Any, tmp_path
     recipe["dtype"] = "float32"  # so that the order of sums hardly matters
     model = model_of(4)
     train(model, read_texts([str(data)], RecordSettings(), model), 3, single, DiffusionRecipe(**recipe))
-    # With --multi_gpu, Accelerate's launcher starts several processes on CPUs too.
-    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     args = ["--model", folder_of(), "--data", data, "--out", double, "--device", "cpu", "--steps", 3]
     args += [part for name, value in recipe.items() for part in (f"--{name.replace('_', '-')}", str(value).lower())]
-    command = [sys.executable, *launch, "-m", "blockdraft", "diffusion", "train", *map(str, args)]
+    command = [sys.executable, "-m", "blockdraft", "diffusion", "train", *map(str, args)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     environment = writing_threads(tmp_path / "ends", environment)
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert process.returncode == 0, process.stderr
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}  # as Accelerate's launcher does
+    processes = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    errors = [process.communicate(timeout=500)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
     assert_no_process_group(tmp_path / "ends", processes=2)
-    assert "2 processes (multi_cpu)" in process.stderr.lower()
+    assert "2 processes (multi_cpu)" in errors[0].lower()
     logs = [(run_folder(out) / "log.jsonl").read_text().splitlines() for out in (single, double)]
     assert len(logs[0]) == len(logs[1]) == 3
     for expected, actual in zip(*(map(json.loads, lines) for lines in logs), strict=True):

@@ -169,13 +169,13 @@ BROKEN: dict[str, tuple[str | None, str]] = {
     "missing.json": (None, "which is no file; give a number of tokens, or a JSON or .pt file"),
     "broken.json": ("[1, 2", "cannot be read as a list of token ids"),
     "broken.pt": ("no tensor", "cannot be read as a list of token ids"),
-    "text.json": ('["a"]', "holds 'a'; it must be a list of token ids, from 0 to 264"),
+    "text.json": ('["a"]', "must be a list of token ids, from 0 to 264.*, got 'a'"),
     "empty.json": ("[]", "holds no token ids"),
-    "object.json": ('{"tokens": [1]}', "holds .'tokens': .1..; it must be a list"),
-    "number.json": ("5", "holds 5; it must be a list"),
-    "nested.json": ("[[1, 2]]", r"holds .1, 2.; it must be a list"),
-    "truth.json": ("[true]", "holds True; it must be a list"),
-    "fraction.json": ("[1.5]", "holds 1.5; it must be a list"),
+    "object.json": ('{"tokens": [1]}', "must be a list.*, got .'tokens': .1.."),
+    "number.json": ("5", "must be a list.*, got 5"),
+    "nested.json": ("[[1, 2]]", r"must be a list.*, got .1, 2."),
+    "truth.json": ("[true]", "must be a list.*, got True"),
+    "fraction.json": ("[1.5]", "must be a list.*, got 1.5"),
     "large.json": ("[3, 265]", "holds the token id 265; the target's are from 0 to 264"),
     "negative.json": ("[-1]", "holds the token id -1; the target's are from 0 to 264"),
 }
@@ -217,18 +217,18 @@ def test_arrays_are_lists_and_their_numbers_are_numbers(target: Target) -> None:
         assert read_draft_vocab(given, target).tolist() == [4, 9]
     assert len(read_draft_vocab(np.int64(7), target)) == len(read_draft_vocab(" 7 ", target)) == 7  # type: ignore[arg-type]
     for given in (True, 3.0, torch.tensor(3.5), "", "  ", "9" * 5000, [True], "1.5"):
-        with pytest.raises(UsageError, match="draft_vocab (is|holds) "):
+        with pytest.raises(UsageError, match="draft_vocab "):
             read_draft_vocab(given, target)
 
 
 def test_numbers(target: Target) -> None:
     assert check_draft_vocab("7") == 7 and check_draft_vocab(10**6) == 10**6
-    with pytest.raises(UsageError, match=r"draft_vocab is 0; it must be at least 1\."):
+    with pytest.raises(UsageError, match=r"draft_vocab must be at least 1, got 0\."):
         check_draft_vocab("0")
     with pytest.raises(UsageError, match="draft_vocab is 'abc', which is no file; give a number"):
         check_draft_vocab("abc")
     for count in (0, -3, 266, "0"):
-        with pytest.raises(UsageError, match=rf"draft_vocab is {count}; it must be from 1 to 265"):
+        with pytest.raises(UsageError, match=rf"draft_vocab must be from 1 to 265.*, got {count}"):
             read_draft_vocab(count, target)
 
 

@@ -210,9 +210,9 @@ def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("hidden_size", 64, "hidden_size is 64; .*32"),
-        ("num_target_layers", 4, "num_target_layers is 4; .*3"),
-        ("vocab_size", 300, "vocab_size is 300; .*265"),
+        ("hidden_size", 64, "hidden_size must be .*32, got 64"),
+        ("num_target_layers", 4, "num_target_layers must be .*3, got 4"),
+        ("vocab_size", 300, "vocab_size must be .*265, got 300"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(
@@ -234,7 +234,10 @@ def test_a_truncated_drafter_is_refused(tmp_path: Path, target: Target, tiny_dra
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"diffusion_steps": 0}, "diffusion_steps is 0"), ({"noise_schedule": "quadratic"}, "'quadratic'.*cosine")],
+    [
+        ({"diffusion_steps": 0}, "diffusion_steps must be .*got 0"),
+        ({"noise_schedule": "quadratic"}, "cosine.*'quadratic'"),
+    ],
 )
 def test_bad_options_are_refused(
     options: dict[str, object], message: str, target: Target, tiny_drafter_dir: Path
@@ -383,7 +386,7 @@ def test_an_adapted_drafter_that_was_loaded_is_not_in_memory_twice(target: Targe
     assert isinstance(loaded, DFlashDrafter)
     refined = loaded.adapted(target, 3, "linear")
     assert refined._run is loaded._run and (refined.diffusion_steps, loaded.diffusion_steps) == (3, 1)
-    with pytest.raises(UsageError, match="diffusion_steps is 0"):
+    with pytest.raises(UsageError, match="diffusion_steps must be .*got 0"):
         loaded.adapted(target, 0)
     rounded = load_drafter(tiny_drafter_dir, target=load_target(target.path, quantize="int4"))
     assert isinstance(rounded, DFlashDrafter)

@@ -336,7 +336,7 @@ def test_arrays_of_token_ids(target: Target, ids: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([5, 9.0], r"9.0 \(float\) among its token ids"),
+        ([5, 9.0], r"token ids must be whole numbers, got 9.0 \(float\)"),
         ([5, True], r"True \(bool\)"),
         ([5, "9"], r"'9' \(str\)"),
         (np.array([5.0]), r"5.0 \(float\)"),

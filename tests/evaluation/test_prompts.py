@@ -31,9 +31,9 @@ def test_files_of_windows_programs(tmp_path: Path) -> None:
         ('{"turns": ["a"], "prompt": "a"}', 'either "turns" or "prompt"'),
         ('{"turns": "a"}', "must be a list of texts"),
         ('{"turns": []}', "must be a list of texts"),
-        ('{"turns": [1]}', "the prompt is 1"),
-        ('{"turns": [{"role": "user"}]}', "it must be a text"),
-        ('{"prompt": " "}', "the prompt is ' '"),
+        ('{"turns": [1]}', "the prompt must be a text that is not empty, got 1"),
+        ('{"turns": [{"role": "user"}]}', "must be a text"),
+        ('{"prompt": " "}', "the prompt must be a text that is not empty, got ' '"),
         ('{"prompt": "\\ud83d"}', "no valid Unicode text (surrogates not allowed)"),
     ],
 )

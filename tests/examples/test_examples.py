@@ -5,10 +5,12 @@ import io
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+
+from blockdraft import cli
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -55,9 +57,19 @@ def test_many_prompts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_own_drafter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load("own_drafter").main(tmp_path / "own", steps=2)
-    out = capfd.readouterr().out
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_own_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_process(command: list[str], check: bool) -> None:
+        assert command[:3] == [sys.executable, "-m", "blockdraft"] and check
+        with pytest.raises(SystemExit) as end:
+            cli.main(command[3:])
+        assert not end.value.code
+
+    example = load("own_drafter")
+    monkeypatch.setattr(example, "subprocess", SimpleNamespace(run=in_this_process))
+    example.main(tmp_path / "own", steps=2)
+    out = capsys.readouterr().out
     assert (tmp_path / "own/drafter/model.safetensors").is_file()
     assert [line.split()[-2] for line in out.splitlines() if line.startswith(("none ", "chain "))] == ["100", "100"]
 

@@ -14,7 +14,7 @@ from fuzz_models import DRAFTERS, LATER, NEWEST, WAYS, Models, target_fields
 from blockdraft import Completion, Engine
 from blockdraft.engine import Request
 
-MODELS, MORE_MODELS = 6, 24
+MODELS, MORE_MODELS = 4, 24
 
 
 @pytest.fixture(scope="session")

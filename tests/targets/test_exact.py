@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from test_hf import FAMILIES as HF_MODELS
 from test_native import MODELS, folders  # noqa: F401 (a fixture)
-from thinned import thinned
+from thinned import LONG, thinned
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,18 +25,15 @@ from blockdraft.types import Drafting, SamplingParams
 
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
 FAMILIES = [name for name in MODELS if "-" not in name]
-LONG = [pytest.mark.slow, pytest.mark.long]
 QUICK = ("gemma2", "bfloat16")  # windows, a soft-cap, and many near ties
-EVERY_MODEL = [
-    pytest.param(
-        name,
-        dtype,
-        backend,
-        marks=[pytest.mark.slow] if name in WIDE or name in FAMILIES and backend == "native" else LONG,
-    )
-    for name in MODELS
-    for dtype in (("bfloat16", "float32") if name in WIDE else ("bfloat16",))
-    for backend in ("native", "hf")
+EVERY_MODEL = [  # of the wide ones every two of name, dtype and backend meet in `make test`
+    *thinned(WIDE, ("bfloat16", "float32"), ("native", "hf"), keep=2, marks=LONG),
+    *(
+        pytest.param(name, "bfloat16", backend, marks=() if name in FAMILIES and backend == "native" else LONG)
+        for name in MODELS
+        if name not in WIDE
+        for backend in ("native", "hf")
+    ),
 ]
 BACKENDS = pytest.mark.parametrize("backend", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 # Transformers computes experts on the rows that chose them, which kernels may tell apart, and knows no exact states.
@@ -121,6 +118,7 @@ def row_dependent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "linear", by_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "backend"), EVERY_MODEL)
 def test_answers_are_those_of_plain_decoding(
     folders: dict[str, Path],  # noqa: F811

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -204,16 +205,25 @@ def scores(target: Target, rows: int) -> Iterator[Tensor]:
             cache.commit([[0, 1]] * rows)
 
 
+Scores: TypeAlias = Callable[[str, str, int], list[Tensor]]
+
+
+@pytest.fixture(scope="module")
+def transformers_scores(folders: dict[str, Path]) -> Scores:
+    """Return a function of name, dtype and rows that scores with transformers, once."""
+    return cache(lambda name, dtype, rows: list(scores(load_target(folders[name], dtype, "cpu", "hf"), rows)))
+
+
 def test_each_family_has_a_model_here() -> None:
     assert {fields.get("model_type", name.partition("-")[0]) for name, fields in MODELS.items()} == set(FAMILIES)
 
 
 @EVERY_WAY_AND_ROWS
 def test_logits_and_features_are_those_of_transformers(
-    folders: dict[str, Path], name: str, rows: int, compiled: bool
+    folders: dict[str, Path], transformers_scores: Scores, name: str, rows: int, compiled: bool
 ) -> None:
-    ours, theirs = native(folders[name], compiled=compiled), load_target(folders[name], device="cpu", backend="hf")
-    for mine, expected in zip(scores(ours, rows), scores(theirs, rows), strict=True):
+    ours = scores(native(folders[name], compiled=compiled), rows)
+    for mine, expected in zip(ours, transformers_scores(name, "float32", rows), strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -221,15 +231,18 @@ def test_logits_and_features_are_those_of_transformers(
     ("name", "compiled"), [in_turn(*way, fast=way in (("llama", True), ("gemma2", True))) for way in WAYS]
 )
 def test_bfloat16_is_no_further_from_the_exact_numbers_than_transformers(
-    folders: dict[str, Path], name: str, compiled: bool
+    folders: dict[str, Path], transformers_scores: Scores, name: str, compiled: bool
 ) -> None:
-    exact = list(scores(native(folders[name]), 3))
-    errors = []
-    for target in (native(folders[name], "bfloat16", compiled), load_target(folders[name], "bfloat16", "cpu", "hf")):
-        found = list(scores(target, 3))
-        inside = "compiled" in target.running  # compiled arithmetic is float32 up to the logits
-        assert {numbers.dtype for numbers in found} == {torch.float32 if inside else torch.bfloat16}
-        errors.append(sum(float((a.float() - b).abs().mean()) for a, b in zip(found, exact, strict=True)))
+    target = native(folders[name], "bfloat16", compiled)
+    ours, theirs = list(scores(target, 3)), transformers_scores(name, "bfloat16", 3)
+    inside = "compiled" in target.running  # compiled arithmetic is float32 up to the logits
+    assert {numbers.dtype for numbers in ours} == {torch.float32 if inside else torch.bfloat16}
+    assert {numbers.dtype for numbers in theirs} == {torch.bfloat16}
+    exact = transformers_scores(name, "float32", 3)
+    errors = [
+        sum(float((a.float() - b).abs().mean()) for a, b in zip(rounded, exact, strict=True))
+        for rounded in (ours, theirs)
+    ]
     assert 0 < errors[0] < 1.2 * errors[1]
 
 
@@ -415,8 +428,8 @@ def test_rows_anywhere_are_those_side_by_side(
             assert ours is not None and theirs is not None and ours.isfinite().all()
             for row, length in enumerate([len(tokens[0])] * 3 if step else lengths):
                 torch.testing.assert_close(ours[row, :length], theirs[row, :length], atol=tolerance, rtol=tolerance)
-        for cache in (together, apart):
-            cache.commit([[0, 2], [0, 1, 4], [0]] if step else [range(length) for length in lengths])
+        for own in (together, apart):
+            own.commit([[0, 2], [0, 1, 4], [0]] if step else [range(length) for length in lengths])
         stores = list(apart._stores())
         for store in stores:
             assert step == 0 or store[..., ~inside, :].isnan().all()

@@ -209,7 +209,7 @@ def test_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) 
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=9), tensors)
     for drafter, repo, message in (
         (tmp_path / "deep", None, "does not fit"),
-        (tiny_drafter_dir, "just-a-name", "it must have the form OWNER/NAME"),
+        (tiny_drafter_dir, "just-a-name", "repo must have the form OWNER/NAME"),
         (tmp_path / "nowhere", None, "nowhere"),
     ):
         with pytest.raises(UsageError, match=message):

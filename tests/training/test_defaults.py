@@ -104,7 +104,7 @@ def test_a_batch_is_shared_evenly(target: Target, tmp_path: Path) -> None:
     documents = data(tmp_path, 30, 20)
     assert resolved(target, documents, processes=4).variant.recipe.batch == 4
     assert resolved(target, documents, processes=2, accumulation=2, length=40).variant.recipe.batch == 8
-    with pytest.raises(ValueError, match="batch is 6; it must be a multiple of 4 processes times accumulation 1"):
+    with pytest.raises(ValueError, match="batch must be a multiple of 4 processes times accumulation 1.*, got 6"):
         resolved(target, documents, processes=4, batch=6)
 
 

@@ -22,9 +22,9 @@ def check_token_ids(input_ids: Tensor) -> None:
     """Raise a UsageError unless `input_ids` is a `[B, L]` tensor of an integer type."""
     if input_ids.ndim != 2:
         shape = list(input_ids.shape)
-        raise UsageError(f"input_ids has the shape {shape}; it must be [batch, length], for one prompt [1, length].")
+        raise UsageError(f"input_ids must be of shape [batch, length], for one prompt [1, length], got {shape}.")
     if input_ids.is_floating_point() or input_ids.is_complex():
-        raise UsageError(f"input_ids is of {input_ids.dtype}; it must be of an integer type, such as torch.int64.")
+        raise UsageError(f"input_ids must be of an integer type, such as torch.int64, got {input_ids.dtype}.")
 
 
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
@@ -35,8 +35,9 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[li
     if attention_mask is None:
         return rows
     if attention_mask.shape != input_ids.shape:
-        shapes = f"{list(attention_mask.shape)} and input_ids {list(input_ids.shape)}"
-        raise UsageError(f"attention_mask has the shape {shapes}; the shapes must be equal.")
+        raise UsageError(
+            f"attention_mask must be of input_ids' shape, {list(input_ids.shape)}, got {list(attention_mask.shape)}."
+        )
     prompts = []
     for number, (row, visible) in enumerate(zip(rows, attention_mask.bool().tolist(), strict=True)):
         if True not in visible:

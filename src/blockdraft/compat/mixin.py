@@ -49,7 +49,7 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
-            raise UsageError(f"block_size is {self.block_size}; it must be at least 1, which turns drafting off.")
+            raise UsageError(f"block_size must be at least 1 (no drafting), got {self.block_size}.")
         check_refinement(DIFFUSION_STEPS if self.diffusion_steps is None else self.diffusion_steps, self.noise_schedule)
 
 

@@ -101,7 +101,7 @@ class DFlashDraftModel(DFlashNetwork):
         wanted: Any = tensors["fc.weight"].dtype if dtype in (None, "auto") else dtype
         wanted = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
         if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-            raise UsageError(f'dtype is {dtype!r}; it must be float32, bfloat16, float16 or "auto".')
+            raise UsageError(f'dtype must be float32, bfloat16, float16 or "auto", got {dtype!r}.')
         model = cls(config)
         model.load_state_dict(tensors)
         model.qat_bits = Trained.read(read_config(path)).qat_bits

@@ -61,7 +61,7 @@ class ChatEncoder:
             if reserved := RESERVED & set(self.template_args):
                 raise UsageError(f"it names {', '.join(sorted(reserved))}, which are set already")
         except ValueError as error:
-            raise UsageError(f"template_args is {template_args!r}; it must be a JSON object ({error}).") from error
+            raise UsageError(f"template_args must be a JSON object, got {template_args!r} ({error}).") from error
         self._tokenizer, self._end_tokens = tokenizer, end_tokens
         self._checked = False
 

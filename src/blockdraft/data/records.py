@@ -175,7 +175,7 @@ def _chat(name: str, messages: Any, tools: Any) -> Chat:
     if not tools:
         return Chat(chat)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UsageError(f'"tools" is {_short(tools)}; it must be a list of tools.')
+        raise UsageError(f'"tools" must be a list of tools, got {_short(tools)}.')
     return Chat(chat, [_tool(tool.get("function", tool)) for tool in tools])
 
 
@@ -190,12 +190,12 @@ def _tool(function: Any) -> dict[str, Any]:
 
 def _message(name: str, index: int, raw: Any) -> Message:
     if not isinstance(raw, dict):
-        raise UsageError(f'"{name}" holds {_short(raw)}; it must be a list of messages.')
+        raise UsageError(f'"{name}" must be a list of messages, got {_short(raw)} in it.')
     present = {key: value for key, value in raw.items() if value is not None}
     role = present.pop("role", None) or present.pop("from", None)
     content = present.pop("content", None) if "content" in present else present.pop("value", None)
     if not isinstance(role, str) or role not in ROLES:
-        raise UsageError(f"a message has the role {role!r}; it must be one of {', '.join(sorted(ROLES))}.")
+        raise UsageError(f"the role of a message must be one of {', '.join(sorted(ROLES))}, got {role!r}.")
     if role == "function_call":
         present["tool_calls"], content = [_from_json("a function_call", content)], ""
     if "tool_calls" in present:
@@ -212,7 +212,7 @@ def _content(content: Any) -> str:
     parts = content if isinstance(content, list) else [content]
     texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"a message has the content {_short(content)}; it must be a text.")
+        raise UsageError(f"the content of a message must be a text, got {_short(content)}.")
     return "\n".join(texts)
 
 
@@ -238,14 +238,15 @@ def _from_json(name: str, value: Any) -> Any:
 
 def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise UsageError(f'"{name}" is {_short(value)}; it must be a list that is not empty.')
+        raise UsageError(f'"{name}" must be a list that is not empty, got {_short(value)}.')
     return value
 
 
 def _text(present: dict[str, Any], name: str) -> str:
     value = present.get(name)
     if not isinstance(value, str):
-        raise UsageError(f'"{name}" is {"absent" if value is None else _short(value)}; it must be a text.')
+        actual = "but is absent" if value is None else f"got {_short(value)}"
+        raise UsageError(f'"{name}" must be a text, {actual}.')
     return value
 
 

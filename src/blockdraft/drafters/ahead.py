@@ -316,7 +316,7 @@ def on_its_own(device: str | torch.device | None, ahead: int, target: Target) ->
         UsageError: The device cannot be used, or is the target's although `ahead` is not 0.
     """
     if ahead < 0:
-        raise UsageError(f"ahead is {ahead}; it must be at least 0 (nothing is drafted ahead).")
+        raise UsageError(f"ahead must be at least 0 (nothing is drafted ahead), got {ahead}.")
     if device is None:
         if ahead:
             raise UsageError(

@@ -34,9 +34,9 @@ DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
 def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
     """Raise a UsageError if there is no draft pass or the schedule is unknown."""
     if diffusion_steps < 1:
-        raise UsageError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
+        raise UsageError(f"diffusion_steps must be at least 1, got {diffusion_steps}.")
     if noise_schedule not in NOISE_SCHEDULES:
-        raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
+        raise UsageError(f"noise_schedule must be one of {sorted(NOISE_SCHEDULES)}, got {noise_schedule!r}.")
 
 
 class Drafter(Protocol):

@@ -61,7 +61,7 @@ def check_draft_vocab(given: DraftVocab, size: int | None = None) -> int | list[
     if number is not None:
         if number < 1 or (size is not None and number > size):
             limit = "at least 1" if size is None else f"from 1 to {size}, the number of the target's tokens"
-            raise UsageError(f"draft_vocab is {given}; it must be {limit}.")
+            raise UsageError(f"draft_vocab must be {limit}, got {given}.")
         return number
     source, listed = "draft_vocab", cast(Any, given)
     if isinstance(given, str | Path):
@@ -72,7 +72,7 @@ def check_draft_vocab(given: DraftVocab, size: int | None = None) -> int | list[
     listed = list(listed) if is_list else [listed]
     for token in listed:
         if not is_list or isinstance(token, bool) or not isinstance(token, Integral):
-            raise UsageError(f"{source} holds {token!r}; it must be a list of token ids, {ids}.")
+            raise UsageError(f"{source} must be a list of token ids, {ids}, got {token!r}.")
         if int(token) < 0 or (size is not None and int(token) >= size):
             raise UsageError(f"{source} holds the token id {token}; the target's are {ids}.")
     if not listed:

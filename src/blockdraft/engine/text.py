@@ -47,7 +47,7 @@ def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
     if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
         for token in prompt:
             if not isinstance(token, Integral) or isinstance(token, bool):
-                raise UsageError(f"The prompt holds {_short(token)} among its token ids; they must be whole numbers.")
+                raise UsageError(f"The prompt's token ids must be whole numbers, got {_short(token)}.")
         return [int(token) for token in cast("Sequence[int]", prompt)]
     if tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so prompts must be lists of token ids.")

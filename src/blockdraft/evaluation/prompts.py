@@ -94,7 +94,7 @@ def _prompt(line: str) -> str:
         raise UsageError('"turns" must be a list of texts that is not empty.')
     text = record["turns"][0] if "turns" in record else record["prompt"]
     if not isinstance(text, str) or not text.strip():
-        raise UsageError(f"the prompt is {text!r}; it must be a text that is not empty.")
+        raise UsageError(f"the prompt must be a text that is not empty, got {text!r}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair

@@ -151,7 +151,7 @@ def layouts() -> dict[str, Layout]:
 def find_layout(name: str) -> Layout:
     """Return the layout with this name. Raise a UsageError if there is none."""
     if name not in layouts():
-        raise UsageError(f"format is {name!r}; it must be one of {', '.join(sorted(layouts(), reverse=True))}.")
+        raise UsageError(f"format must be one of {', '.join(sorted(layouts(), reverse=True))}, got {name!r}.")
     return layouts()[name]
 
 

@@ -73,7 +73,7 @@ def target_layers_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -
     ids = raw.get(key)
     need(isinstance(ids, list), key, ids, "a list of target layers")
     entered = all(type(i) is int and 0 < i < num_target_layers for i in ids or ())
-    limit = f"from 1 to {num_target_layers - 1}: neither the embeddings nor the last layer's output can be listed"
+    limit = f"from 1 to {num_target_layers - 1}; neither the embeddings nor the last layer's output can be listed"
     need(entered, key, ids, limit)
     return tuple(i - 1 for i in ids or ())
 

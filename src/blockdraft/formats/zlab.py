@@ -59,7 +59,7 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     for level in (raw, nested, scaling or {}):
         for key, value in level.items():
             if value is not None and (key in inert or (level is nested and key not in read)):
-                need(value in inert.get(key, (False,)), key, value, "absent: this value is not supported")
+                need(value in inert.get(key, (False,)), key, value, "absent; this value is not supported")
     named = {field.name: _pick(raw, field.name) for field in fields(architecture.config)}
     heads, hidden = (whole(key, named[key]) for key in ("num_attention_heads", "hidden_size"))
     depth = whole("num_hidden_layers", named["num_hidden_layers"], maximum=MOST_LAYERS)

@@ -108,9 +108,14 @@ def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]
 
 
 def need(holds: bool, name: str, value: Any, limit: str) -> None:
-    """Raise a UsageError that names a value and its limit, unless the condition holds."""
+    """Raise a UsageError that names a value and its limit, unless the condition holds.
+
+    Text after "; " in the limit is a remedy, which ends the message.
+    """
     if not holds:
-        raise UsageError(f"{name} is {'absent' if value is None else repr(value)}; it must be {limit}.")
+        limit, semicolon, remedy = limit.partition("; ")
+        actual = "but is absent" if value is None else f"got {value!r}"
+        raise UsageError(f"{name} must be {limit}, {actual}{semicolon}{remedy}.")
 
 
 def whole(name: str, value: Any, minimum: int = 1, maximum: int = LARGEST) -> int:

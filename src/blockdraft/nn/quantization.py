@@ -178,7 +178,7 @@ def best_group(inputs: int) -> int:
 def check_group(inputs: int, group: int) -> None:
     """Raise a UsageError unless the group divides the inputs, and compiled kernels can read it."""
     if group < LEAST_GROUP or group % LEAST_GROUP:
-        raise UsageError(f"group is {group}; it must be a multiple of {LEAST_GROUP}.")
+        raise UsageError(f"group must be a multiple of {LEAST_GROUP}, got {group}.")
     if inputs % group:
         fitting = ", ".join(str(size) for size in GROUPS if inputs % size == 0)
         raise UsageError(f"Groups of {group} do not divide {inputs} inputs; {fitting or 'no supported group'} would.")

@@ -111,7 +111,7 @@ def prepare(
             written.
     """
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise UsageError(f"repo is {repo!r}; it must have the form OWNER/NAME.")
+        raise UsageError(f"repo must have the form OWNER/NAME, got {repo!r}.")
     report = checked_pair(drafter, target, note)
     if not Path(report.path).is_dir():
         raise UsageError(

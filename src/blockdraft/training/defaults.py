@@ -92,8 +92,8 @@ def resolve(
     uneven = f"a multiple of {processes} processes times accumulation {recipe.accumulation}" if BATCH % least else None
     if take("batch", Choice(batch, small or uneven)) % least:
         complaints.messages.append(
-            f"batch is {values['batch']}; it must be a multiple of {processes} processes times accumulation "
-            f"{recipe.accumulation}."
+            f"batch must be a multiple of {processes} processes times accumulation {recipe.accumulation}, "
+            f"got {values['batch']}."
         )
     with complaints.noting():
         kind = find_variant(variant_name)

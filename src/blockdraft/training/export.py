@@ -287,7 +287,7 @@ def export_gguf(
             written.
     """
     if weights not in get_args(GGUFWeights):
-        raise UsageError(f"type is {weights!r}; it must be one of {', '.join(get_args(GGUFWeights))}.")
+        raise UsageError(f"type must be one of {', '.join(get_args(GGUFWeights))}, got {weights!r}.")
     target = located(target)
     target_file, drafter_file = (Path(out) / f"{part}-{weights}.gguf" for part in ("target", "drafter"))
     if is_gguf(target):

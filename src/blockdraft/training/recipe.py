@@ -112,7 +112,7 @@ class Recipe:
         if not any(self.objective.values()):
             faults.append(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
         if self.batch is not None and self.batch % self.accumulation:
-            faults.append(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
+            faults.append(f"batch must be a multiple of accumulation, {self.accumulation}, got {self.batch}.")
         if faults:
             raise UsageError(" ".join(faults))
 

@@ -14,7 +14,8 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.slow
-HERE = (REFERENCE, "transformers lookup", "transformers dflash", "ours ddtree")
+PLAIN = (REFERENCE, "transformers lookup")
+HERE = (REFERENCE, "transformers dflash", "transformers lookup", "ours ddtree")
 PROMPT, MOST, STOPS = [7, 60, 33, 12, 9, 60, 33], 24, [2]
 
 
@@ -30,11 +31,11 @@ def adapter(name: str, settings: dict[str, Any], folder: Path) -> PeerProcess:
     return PeerProcess(command, {**settings, "options": peer.options}, 1, folder / "log", 120)
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [*HERE[:2], *(pytest.param(name, marks=pytest.mark.long) for name in HERE[2:])])
 def test_adapters_decode_alike(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     target = load_target(settings["target"])
     drafting = Drafting(tree_budget=32 if name == "ours ddtree" else 0)
-    drafter = load_drafter("none" if name in HERE[:2] else settings["drafter"], target=target)
+    drafter = load_drafter("none" if name in PLAIN else settings["drafter"], target=target)
     params = SamplingParams(MOST, stop_token_ids=tuple(STOPS), ignore_eos=True)
     [expected] = Engine(target, drafter, drafting=drafting).generate([PROMPT], params)
     with adapter(name, settings, tmp_path) as peer:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from thinned import thinned
+from thinned import LONG, thinned
 from torch import Tensor
 
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
@@ -120,7 +120,8 @@ def twin(network: DFlashNetwork, hidden_states_TF: Tensor, block_NH: Tensor, win
 
 
 @pytest.mark.parametrize(
-    ("window", "lengths", "plain_layers"), thinned([None, 1, 4, 99], [[5], [7, 7], [3, 9, 6]], [False, True], keep=3)
+    ("window", "lengths", "plain_layers"),
+    thinned([None, 1, 4, 99], [[5], [7, 7], [3, 9, 6]], [False, True], keep=3, marks=LONG),
 )
 def test_the_same_as_the_network(
     network: DFlashNetwork,
@@ -167,7 +168,7 @@ def test_memory_is_shared_and_checkpoints_stay(network: DFlashNetwork) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "count", "dtype", "kind"),
-    thinned([8, 12, 32, 64], [1, 2, 7, 16, 19], [torch.float32, torch.bfloat16], KINDS, keep=5),
+    thinned([8, 12, 32, 64], [1, 2, 7, 16, 19], [torch.float32, torch.bfloat16], KINDS, keep=5, marks=LONG),
 )
 def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dtype: torch.dtype, kind: str) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 0.15

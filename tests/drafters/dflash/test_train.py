@@ -69,8 +69,8 @@ def test_tokens_outside_of_the_draft_vocabulary_teach_nothing(tiny_target_dir: P
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        (DFlashVariant(DFlashRecipe(draft_vocab=10**6)), "draft_vocab is 1000000; it must be at most the target's"),
-        (DFlash2Variant(DFlash2Recipe(draft_vocab=60)), "draft_vocab is 60; it must be left out"),
+        (DFlashVariant(DFlashRecipe(draft_vocab=10**6)), "draft_vocab must be at most the target's"),
+        (DFlash2Variant(DFlash2Recipe(draft_vocab=60)), "draft_vocab must be left out"),
     ],
 )
 def test_draft_vocabularies_that_cannot_be_are_refused(variant: Any, message: str, tiny_target_dir: Path) -> None:

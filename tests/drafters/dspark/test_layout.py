@@ -80,14 +80,14 @@ def test_layouts(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({**FLAT, "markov_rank": None}, "markov_rank is absent"),
-        ({**FLAT, "markov_rank": 0}, "markov_rank is 0"),
-        ({**FLAT, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; it must be vanilla"),
-        ({**FLAT, "sample_from_anchor": False}, "sample_from_anchor is False"),
-        ({**FLAT, "shift_label": False}, "shift_label is False"),
-        ({**FLAT, "target_layer_ids": [-1, 3]}, "a target layer is -1"),
-        ({**NESTED, "dflash_config": {**OWN, "projector_type": "domino"}}, "projector_type is 'domino'"),
-        ({**NESTED, "architectures": ["DFlashDraftModel"]}, "markov_rank is 3; it must be absent"),
+        ({**FLAT, "markov_rank": None}, "markov_rank must be .*is absent"),
+        ({**FLAT, "markov_rank": 0}, "markov_rank must be .*got 0"),
+        ({**FLAT, "markov_head_type": "rnn"}, "markov_head_type must be vanilla.*, got 'rnn'"),
+        ({**FLAT, "sample_from_anchor": False}, "sample_from_anchor must be .*got False"),
+        ({**FLAT, "shift_label": False}, "shift_label must be .*got False"),
+        ({**FLAT, "target_layer_ids": [-1, 3]}, "a target layer must be .*got -1"),
+        ({**NESTED, "dflash_config": {**OWN, "projector_type": "domino"}}, "projector_type must be .*got 'domino'"),
+        ({**NESTED, "architectures": ["DFlashDraftModel"]}, "markov_rank must be absent.*, got 3"),
     ],
 )
 def test_refusals(raw: dict[str, Any], message: str) -> None:

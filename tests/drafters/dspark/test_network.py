@@ -65,9 +65,12 @@ def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"markov_rank": 0}, "markov_rank is 0; it must be a whole number of at least 1"),
-        ({"markov_head_type": "gated"}, "markov_head_type is 'gated'; it must be vanilla, the one that is supported"),
-        ({"confidence_temperatures": (1.0, 2.0)}, "confidence_temperatures is .* 4 positive numbers, one per position"),
+        ({"markov_rank": 0}, "markov_rank must be a whole number of at least 1.*, got 0"),
+        ({"markov_head_type": "gated"}, "markov_head_type must be vanilla, the one that is supported.*, got 'gated'"),
+        (
+            {"confidence_temperatures": (1.0, 2.0)},
+            "confidence_temperatures must be 4 positive numbers, one per",
+        ),
         ({"confidence_temperatures": (1.0, 2.0, 0.0, 1.0)}, "confidence_temperatures"),
     ],
 )

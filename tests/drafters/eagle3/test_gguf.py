@@ -124,12 +124,12 @@ def test_metadata_of_the_optional_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("differences", "message"),
     [
-        ({"target_layers": (1, 4)}, "the number of target layers is 2; it must be 3 in llama.cpp"),
-        ({"target_layers": (1, 4, 9)}, "a target layer is 9; it must be below the target's last layer, 9"),
-        ({"qk_norm": True}, "qk_norm is True; it must be false in llama.cpp; use another engine"),
-        ({"norm_output": True}, "norm_output is True; it must be false in llama.cpp"),
-        ({"fc_norm": True}, "fc_norm is True; it must be false in llama.cpp"),
-        ({"attention_bias": True}, "attention_bias is True; it must be false in llama.cpp"),
+        ({"target_layers": (1, 4)}, "the number of target layers must be 3 in llama.cpp.*, got 2"),
+        ({"target_layers": (1, 4, 9)}, "a target layer must be below the target's last layer, 9.*, got 9"),
+        ({"qk_norm": True}, "qk_norm must be false in llama.cpp.*, got True; use another engine"),
+        ({"norm_output": True}, "norm_output must be false in llama.cpp.*, got True"),
+        ({"fc_norm": True}, "fc_norm must be false in llama.cpp.*, got True"),
+        ({"attention_bias": True}, "attention_bias must be false in llama.cpp.*, got True"),
     ],
 )
 def test_what_llama_cpp_cannot_run(differences: Mapping[str, Any], message: str) -> None:
@@ -161,13 +161,13 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     actual = read_drafter(again({}, **{"token_embd.weight": table}), None, 10)
     assert actual.trained == UNKNOWN and actual.borrowed is not None and torch.equal(actual.borrowed.embedding, table)  # type: ignore[arg-type]
     for changes, more, message in (
-        ({"eagle3.block_count": 2}, {}, "eagle3.block_count is 2; it must be 1; no other is supported"),
-        ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size is 64; it must be 32"),
-        ({"eagle3.target_layers": [0, 5, 7]}, {}, "a target layer is -1"),
-        ({}, {"output.weight": None}, "output.weight is absent; it must be in the file"),
-        ({}, {"d2t": None}, "d2t is absent; it must be given, since draft_vocab_size is not vocab_size, 64"),
+        ({"eagle3.block_count": 2}, {}, "eagle3.block_count must be 1.*, got 2; no other is supported"),
+        ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size must be 32.*, got 64"),
+        ({"eagle3.target_layers": [0, 5, 7]}, {}, "a target layer must be .*got -1"),
+        ({}, {"output.weight": None}, "output.weight must be in the file.*, but is absent"),
+        ({}, {"d2t": None}, "d2t must be given, since draft_vocab_size is not vocab_size, 64.*, but is absent"),
         ({}, {"d2t": KEPT.flip(0)}, "offsets to tokens below 64 in ascending order"),
-        ({}, {"blk.0.attn_q.bias": torch.ones(32)}, "a tensor is .*attn_q.bias.* must be one that is known here"),
+        ({}, {"blk.0.attn_q.bias": torch.ones(32)}, "a tensor must be one that is known here, got .*attn_q.bias"),
         ({}, {"fc.weight": None}, "fc.weight"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -121,9 +121,9 @@ def test_noise_is_the_same_each_time_and_spread_as_it_should_be() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_std": 0.0}, "noise_std is 0.0; it must be a positive number"),
-        ({"noise_std": None}, "noise_std is absent"),
-        ({"diffusion_steps": 0}, "diffusion_steps is 0; it must be a whole number of at least 1"),
+        ({"noise_std": 0.0}, "noise_std must be a positive number.*, got 0.0"),
+        ({"noise_std": None}, "noise_std must be .*is absent"),
+        ({"diffusion_steps": 0}, "diffusion_steps must be a whole number of at least 1.*, got 0"),
     ],
 )
 def test_config_refuses(changes: dict[str, object], message: str) -> None:

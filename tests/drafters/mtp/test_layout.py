@@ -46,10 +46,10 @@ def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 1}, "block_size is 1; it must be a whole number of at least 2"),
-        ({"block_size": None}, "block_size is absent"),
-        ({"normed_feedback": 1}, "normed_feedback is 1"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
+        ({"block_size": 1}, "block_size must be a whole number of at least 2.*, got 1"),
+        ({"block_size": None}, "block_size must be .*is absent"),
+        ({"normed_feedback": 1}, "normed_feedback must be .*got 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, 3.*, got 4"),
         ({"intermediate_size": 60}, "mtp.layers.0.mlp.gate_proj.weight: expected .60, 32., found .64, 32."),
     ],
 )

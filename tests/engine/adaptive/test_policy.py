@@ -29,7 +29,7 @@ from simulation import (
     start,
     stored,
 )
-from thinned import thinned
+from thinned import LONG, thinned
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.engine.adaptive.costs import Costs
@@ -73,9 +73,7 @@ def test_close_to_the_best_fixed_size_from_any_costs(kind: str, machine: str, te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("kind", "machine", "costs"), thinned(DRAFTERS, MACHINES, KINDS, keep=3, mark=pytest.mark.long)
-)
+@pytest.mark.parametrize(("kind", "machine", "costs"), thinned(DRAFTERS, MACHINES, KINDS, keep=6, marks=LONG))
 def test_close_to_the_best_fixed_size_from_any_costs_for_more_texts(
     kind: str, machine: str, costs: str, seed: int
 ) -> None:

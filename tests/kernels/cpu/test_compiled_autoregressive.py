@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from thinned import thinned
+from thinned import LONG, thinned
 from torch import Tensor
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
@@ -101,7 +101,7 @@ def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = Non
     return found
 
 
-@pytest.mark.parametrize(("name", "window", "store"), thinned(CONFIGS, [None, 7], STORES, keep=3))
+@pytest.mark.parametrize(("name", "window", "store"), thinned(CONFIGS, [None, 7], STORES, keep=3, marks=LONG))
 def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_target_dir: Path) -> None:
     target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
     network = network_of(name).to(target.dtype)
@@ -145,7 +145,7 @@ def from_draft(
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "store", "costs"), thinned(["eagle3", "mtp"], [None, 7], STORES, COSTS, keep=4)
+    ("name", "window", "store", "costs"), thinned(["eagle3", "mtp"], [None, 7], STORES, COSTS, keep=4, marks=LONG)
 )
 def test_a_chain_in_one_call_is_that_of_its_nodes(
     name: str, window: int | None, store: str, costs: str, tiny_target_dir: Path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from thinned import thinned
+from thinned import LONG, thinned
 
 from blockdraft.kernels.cpu.library import FACTORS, INTEGERS, Library
 from blockdraft.kernels.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
@@ -66,7 +66,7 @@ def weights() -> Iterator[QuantizedWeight]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-@pytest.mark.parametrize(("processor", "lanes"), thinned(PROCESSORS, (4, 8, 16), keep=3, mark=pytest.mark.long))
+@pytest.mark.parametrize(("processor", "lanes"), thinned(PROCESSORS, (4, 8, 16), keep=3, marks=LONG))
 def test_each_processor_computes_what_torch_computes(processor: str, lanes: int, tmp_path: Path) -> None:
     name, needed = PROCESSORS[processor]
     if not {*needed} <= processor_flags():

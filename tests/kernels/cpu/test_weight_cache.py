@@ -296,38 +296,40 @@ def test_while_another_process_writes_nothing_is_kept_here(
     assert open_kept(origin, Maker()) is not None
 
 
-def _write_in_parts(origin: Origin, ready: Any, go_on: Any) -> None:
+def _write_in_parts(origins: Sequence[Origin], ready: Any, go_on: Any) -> None:
     weight_cache.LEAST_BYTES = 1
-    made = Maker()
+    for origin in origins:
+        made = Maker()
 
-    def slowly(names: Sequence[str]) -> PackedWeight:
-        if len(made.made) == 2:
-            ready.set()
-            go_on.wait()
-        return made(names)
+        def slowly(names: Sequence[str], made: Maker = made) -> PackedWeight:
+            if len(made.made) == 2:
+                ready.release()
+                go_on.acquire()
+            return made(names)
 
-    open_kept(origin, slowly)
+        open_kept(origin, slowly)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
-def test_processes_at_once_and_one_that_is_killed_while_it_writes(origin: Origin, folder: Path, killed: bool) -> None:
+def test_processes_at_once_and_one_that_is_killed_while_it_writes(origin: Origin, folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    ready, go_on = context.Event(), context.Event()
-    other = context.Process(target=_write_in_parts, args=(origin, ready, go_on))
+    ready, go_on = context.Semaphore(0), context.Semaphore(0)
+    whole, killed = origin, replace(origin, options={"n": 1})
+    other = context.Process(target=_write_in_parts, args=([whole, killed], ready, go_on), daemon=True)
     other.start()
-    assert ready.wait(120)
-    assert open_kept(origin, Maker()) is None  # for the other one is at it
-    if killed:
-        os.kill(other.pid or 0, signal.SIGKILL)
-    else:
-        go_on.set()
+    assert ready.acquire(timeout=120)
+    assert open_kept(whole, Maker()) is None  # the other process is writing it
+    go_on.release()
+    assert ready.acquire(timeout=120)
+    assert open_kept(killed, Maker()) is None
+    os.kill(other.pid or 0, signal.SIGKILL)
     other.join()
-    maker = Maker()
-    found = open_kept(origin, maker)
-    assert found is not None and maker.made == (PRODUCTS if killed else [])
-    assert_same_products(found)
-    assert [file.suffix for file in folder.iterdir()] == [".weights"]
+    for kept, made in ((whole, []), (killed, PRODUCTS)):
+        maker = Maker()
+        weights = open_kept(kept, maker)
+        assert weights is not None and maker.made == made
+        assert_same_products(weights)
+    assert {file.suffix for file in folder.iterdir()} == {".weights"}
 
 
 def test_a_weight_stays_mapped_as_long_as_it_is_used(origin: Origin) -> None:

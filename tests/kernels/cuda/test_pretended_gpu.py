@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pretended_gpu import GPU, OnGPU, pretended_gpu
+from thinned import LONG
 from torch import Tensor
 
 from blockdraft.decode.proposal import ChainPlan
@@ -63,8 +64,8 @@ class Recorder:
     ("capture", "budget", "waits"),
     [
         (True, 0, 1),
-        pytest.param(True, 11, 2, marks=pytest.mark.slow),
-        pytest.param(False, 0, 1, marks=pytest.mark.slow),
+        pytest.param(True, 11, 2, marks=LONG),
+        pytest.param(False, 0, 1, marks=LONG),
         pytest.param(False, 11, 2, marks=pytest.mark.slow),
     ],
 )

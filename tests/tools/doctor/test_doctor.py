@@ -29,7 +29,7 @@ PROMPTS = [
     "Ann has 4 apples and buys 7 more. How many apples does she have now?",
     "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",
 ]
-SMALL = DoctorSettings(max_new_tokens=48, anchors=32)
+SMALL = DoctorSettings(max_new_tokens=48, anchors=24)
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +233,8 @@ def test_small_gains_are_no_fault() -> None:
         Check(config, assumption="usual"),
         Check(config, fault="target_layers", assumption="other", remedy="do this"),
     )
-    acceptance_prob = torch.Generator().manual_seed(0)
-    runs = [(torch.rand(60, 1, generator=acceptance_prob) < share).long() for share in (0.5, 0.6)]
+    generator = torch.Generator().manual_seed(0)
+    runs = [(torch.rand(60, 1, generator=generator) < share).long() for share in (0.5, 0.6)]
     assert conclude([usual, other], runs, [1], [1], 1.0, None)[0] is None
     # 40 % more are right, but at other places: with so few that may be luck.
     runs = [torch.tensor([[1]] * 20 + [[0]] * 20), torch.tensor([[1]] * 10 + [[0]] * 10 + [[1]] * 18 + [[0]] * 2)]

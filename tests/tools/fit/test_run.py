@@ -1,12 +1,14 @@
 """Fits as a whole: what is refused, and that an interrupted one ends as any other."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from blockdraft.data.settings import RecordSettings
@@ -118,7 +120,14 @@ def test_a_dry_run_measures_and_leaves_nothing(tmp_path: Path, tiny_target_dir: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, {"variant": "eagle3", "hidden_states": "disk", "stored_target_layers": (0, 1, 3)}]
+    "changes",
+    [
+        {"hidden_states": "disk"},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param(
+            {"variant": "eagle3", "hidden_states": "disk", "stored_target_layers": (0, 1, 3)}, marks=pytest.mark.long
+        ),
+    ],
 )
 def test_a_fit_from_its_plan_to_its_card(
     changes: dict[str, Any],
@@ -139,7 +148,9 @@ def test_a_fit_from_its_plan_to_its_card(
             plan, seconds=dict(zip(("prompts", "data", "hidden-states", "train", "calibrate", "bench"), count(9)))
         )
     planned(fit, plan)
-    lines = run_fit(fit, False, SILENT)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", forked.Popen)
+        lines = run_fit(fit, False, SILENT)
     assert "same answers: 100 %" in lines[0]
     assert f"blockdraft generate --target {tiny_target_dir} --device cpu --drafter {tmp_path}/out" in lines[3]
     card = (tmp_path / "out" / "README.md").read_text()

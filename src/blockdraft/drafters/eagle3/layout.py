@@ -60,7 +60,7 @@ def network_config(
         ValueError: A value is missing or unsupported.
     """
     for key, values in (INERT | {"num_hidden_layers": (1,)}).items():
-        need(raw.get(key) is None or raw[key] in values, key, raw.get(key), "absent: this value is not supported")
+        need(raw.get(key) is None or raw[key] in values, key, raw.get(key), "absent; this value is not supported")
     hidden, heads = (whole(key, raw.get(key)) for key in ("hidden_size", "num_attention_heads"))
     own = raw.get("target_hidden_size")
     need(own in (None, hidden), "target_hidden_size", own, f"hidden_size, {hidden}, the one that is supported")
@@ -212,7 +212,7 @@ class Eagle3(EagleLayout):
         need(isinstance(eagle, Mapping), "eagle_config", eagle, "a JSON object")
         for key, values in EAGLE.items():
             known = eagle.get(key) is None or eagle[key] in values
-            need(known, key, eagle.get(key), "absent: this value is not supported")
+            need(known, key, eagle.get(key), "absent; this value is not supported")
         ids = eagle.get(IDS)
         if not ids and isinstance(raw.get(IDS), list):
             ids = [entered - 1 for entered in raw[IDS]]

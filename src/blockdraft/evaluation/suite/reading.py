@@ -22,12 +22,12 @@ def chosen_tasks(suite: str, names: str | None) -> list[Task]:
         UsageError: A name is unknown.
     """
     if suite not in SUITES:
-        raise UsageError(f"suite is {suite!r}; it must be {' or '.join(SUITES)}.")
+        raise UsageError(f"suite must be {' or '.join(SUITES)}, got {suite!r}.")
     known = {task.name: task for task in SUITES[suite]}
     wanted = list(known) if names is None else [name.strip() for name in names.split(",")]
     for name in wanted:
         if name not in known:
-            raise UsageError(f"tasks names {name!r}; it must be some of {','.join(known)}.")
+            raise UsageError(f"tasks must be some of {','.join(known)}, got {name!r}.")
     return [task for task in known.values() if task.name in wanted]
 
 
@@ -43,7 +43,7 @@ def read_tasks(tasks: Sequence[Task], folder: Path | None, limit: int | None) ->
         UsageError: Datasets cannot be read, or lack columns; the message lists all problems.
     """
     if limit is not None and limit < 1:
-        raise UsageError(f"limit is {limit}; it must be at least 1.")
+        raise UsageError(f"limit must be at least 1, got {limit}.")
     if folder is not None and not folder.is_dir():
         raise UsageError(f"suite_data is {folder}, which is no folder; give the one that holds the datasets.")
     complaints, prompts = Complaints(), dict[str, list[Turns]]()

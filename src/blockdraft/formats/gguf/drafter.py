@@ -126,7 +126,7 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
     need(
         understood,
         ROPE_FACTORS,
-        "there",
+        "a tensor",
         "absent, since its scaling is unknown; use llama.cpp for this drafter",
     )
     config_class, own = kind.fields(file)
