@@ -24,8 +24,7 @@ from blockdraft.drafters import Drafter
 from blockdraft.errors import describe
 from blockdraft.kernels.cpu.sources import name_of
 from blockdraft.machine import cache_folder, prefixes_limit, processor
-from blockdraft.targets import Target
-from blockdraft.targets.fingerprint import target_fingerprint
+from blockdraft.targets import Target, target_fingerprint
 
 log = logging.getLogger(__name__)
 
