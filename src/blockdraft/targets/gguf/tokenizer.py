@@ -22,6 +22,11 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Tokens that end a response in every vocabulary that has them, whatever their type, as in llama.cpp. Many files name
 # the wrong one.
 ENDS = (
@@ -94,6 +99,10 @@ SPLITS = {
     "deepseek-r1-qwen": Split(QWEN2),
     "tekken": Split(TEKKEN, whole=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split(LLAMA3, whole=True)),
+    "refact": Split(digits=True),
+    "dbrx": Split(LLAMA3),
+    "smaug-bpe": Split(LLAMA3, whole=True),
+    "gpt-4o": Split(GPT4O),
 }
 
 
@@ -150,7 +159,7 @@ class _Kept:
 
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
-WITH_BOS = {name for name, split in SPLITS.items() if split.whole}
+WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 
 
 def special_token(metadata: Mapping[str, Any], key: str) -> str | None:
