@@ -35,8 +35,8 @@ NEAR, FAR = "sliding_attention", "full_attention"
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-EXPERT_KEYS = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 24}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERT_KEYS = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32}
 
 
 def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
@@ -95,9 +95,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
     ),
     "qwen3": ({}, {"attention.head_count_kv": [2, 2, 2]}, {}),
     "qwen2_moe": (
-        EXPERTS | {"head_dim": 8, "norm_topk_prob": False, "shared_expert_intermediate_size": 48},
+        EXPERTS | {"head_dim": 8, "norm_topk_prob": False, "shared_expert_intermediate_size": 64},
         EXPERT_KEYS
-        | {"expert_shared_feed_forward_length": 48, "attention.key_length": None, "attention.value_length": None},
+        | {"expert_shared_feed_forward_length": 64, "attention.key_length": None, "attention.value_length": None},
         {},
     ),
     "qwen3_moe": (EXPERTS | {"norm_topk_prob": True}, EXPERT_KEYS, {}),

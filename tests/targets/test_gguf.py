@@ -174,7 +174,7 @@ def test_folder_of_a_file(name: str, tmp_path: Path) -> None:
     path, folder = tmp_path / "m.gguf", tmp_path / "folder"
     write_gguf(path, model, metadata=metadata, extra=extra, tokenizer=tiny_tokenizer())
     folder.mkdir()
-    with open_checkpoint(path) as opened:
+    with open_checkpoint(path, doing="read") as opened:
         (folder / "config.json").write_text(json.dumps(opened.raw))
         tensors = {key: tensor.tensor().contiguous() for key, tensor in opened.tensors.items()}
         save_file(tensors, folder / "model.safetensors")
@@ -289,6 +289,8 @@ def test_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "The weights of" in caplog.text and "take 8 bits" in caplog.text
     with pytest.raises(UsageError, match="m.gguf take 3.0 GiB of memory, and 1.0 GiB are free; .* this one in Q4_K_M"):
         check_memory(file, 3 * GIB, GIB, cpu)
+    assert not check_memory(file, 3 * GIB, GIB, cpu, mapped=True)
+    assert "take 3.0 GiB of 1.0 GiB of free memory. They are mapped" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,9 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     )
 
 
-def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None) -> Decoder:
+def make_decoder(
+    wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None, must_map: bool = False
+) -> Decoder:
     """Create a decoder, with weights packed for the library if there is one.
 
     Packed weights are read from the cache folder, or packed one matrix at a time.
@@ -141,6 +143,10 @@ def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, ori
     Args:
         read: As in `Decoder`; with a library, matrices may be of any dtype.
         origin: Checkpoint for the cache of packed weights; None does not cache them.
+        must_map: Whether the weights do not fit into memory without the cache.
+
+    Raises:
+        UsageError: The weights must be mapped, and cannot be cached.
     """
     if library is None:
         return Decoder(wanted, read)
@@ -154,6 +160,11 @@ def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, ori
         return parts[0] if len(parts) == 1 else join_packed(parts)
 
     cached = None if origin is None else cached_weights(origin, library, wanted.products(), make)
+    if cached is None and must_map:
+        raise UsageError(
+            "The weights do not fit into the free memory, and another process is writing them to the cache folder, or "
+            "the disk is full; try again, free disk space, or close other programs."
+        )
     decoder = Decoder(wanted, read, make if cached is None else cached.matrix)
     return_freed()
     return decoder

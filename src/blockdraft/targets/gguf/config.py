@@ -56,7 +56,7 @@ GRANITE_SCALES = {
 }
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
 MIXTURES = ("qwen2moe", "qwen3moe")
-MOST_EXPERTS = 4096
+EXPERTS = "blk.0.ffn_gate_exps.weight"
 SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -128,7 +128,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     if name in MIXTURES:
-        fields |= expert_fields(name, get, fields)
+        fields |= expert_fields(file, name, get, fields)
     return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
 
 
@@ -177,7 +177,10 @@ def phi3_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[str
     Factors for long texts are not used: the context ends where they begin.
     """
     head_dim, context = fields["head_dim"], fields["max_position_embeddings"]
-    rope = fields["rope_parameters"] | {"partial_rotary_factor": get("rope.dimension_count", head_dim) / head_dim}
+    rotated = get("rope.dimension_count", head_dim)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise NotCovered(f"it rotates {rotated} channels of heads of {head_dim}")
+    rope = fields["rope_parameters"] | {"partial_rotary_factor": rotated / head_dim}
     if SHORT_FACTORS in file.tensors:
         context = min(context, get("rope.scaling.original_context_length"))
         rope |= long_rope(file.tensors[SHORT_FACTORS], context, get("rope.scaling.attn_factor", 1.0))
@@ -190,10 +193,14 @@ def phi3_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[str
     }
 
 
-def expert_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of Qwen's mixtures of experts, all of whose layers have experts."""
     count, chosen = get("expert_count"), get("expert_used_count")
-    if not 0 < chosen <= count <= MOST_EXPERTS:
+    if EXPERTS not in file.tensors:
+        raise NotCovered(f"it lacks {EXPERTS}")
+    if count != file.tensors[EXPERTS].shape[0]:  # checked before anything is allocated for each expert
+        raise NotCovered(f"it has {count} experts, and {EXPERTS} is of the shape {list(file.tensors[EXPERTS].shape)}")
+    if not 0 < chosen <= count:
         raise NotCovered(f"each token uses {chosen} of its {count} experts")
     if get("expert_weights_scale", 0.0) not in (0.0, 1.0) or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX):
         raise NotCovered("its router does not choose by a softmax")
