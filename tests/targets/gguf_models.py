@@ -39,6 +39,24 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 EXPERT_KEYS = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32}
 
 
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+DELTA_NET_KEYS = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 48,
+    "full_attention_interval": 4,
+    "rope.dimension_count": 8,
+}
+
+
 def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
     """What llama.cpp's converter writes for the rotary embeddings of Llama 3, with frequencies 1 to 4 in between."""
     waves = 2 * math.pi * theta ** (torch.arange(0, size, 2).double() / size)
@@ -101,6 +119,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         {},
     ),
     "qwen3_moe": (EXPERTS | {"norm_topk_prob": True}, EXPERT_KEYS, {}),
+    "qwen3_5_text": (
+        DELTA_NET | {"head_dim": 16, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        DELTA_NET_KEYS,
+        {},
+    ),
     "gemma": ({"tie_word_embeddings": True}, {}, {}),
     "gemma2": (
         {

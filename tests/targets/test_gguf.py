@@ -167,7 +167,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert len({folder, found["Q8_0"], found["mixed"]}) == 3
 
 
-@pytest.mark.parametrize("name", thinned(MODELS, keep=2))
+@pytest.mark.parametrize("name", thinned([name for name in MODELS if name != "qwen3_5_text"], keep=2))
 def test_folder_of_a_file(name: str, tmp_path: Path) -> None:
     """Configuration, weights and tokenizer of `open_checkpoint` make a folder of the same model."""
     model, (_, metadata, extra) = model_of(name, vocab_size=300), MODELS[name]

@@ -53,6 +53,7 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     kernel: int  # tokens that the convolution reads, the token itself included
+    tiled: bool = False  # value heads that share a key head are `key_heads` apart, instead of side by side
 
     @property
     def values(self) -> int:

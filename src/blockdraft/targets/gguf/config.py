@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "qwen35": "qwen3_5_text",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
@@ -39,6 +40,7 @@ CAUSAL_LMS = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -55,6 +57,8 @@ GRANITE_SCALES = {
     "logits_scaling": ("logit_scale", 1.0),
 }
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
+BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
+PARTLY_ROTATED = ("phi3", "qwen35")  # architectures that may rotate a part of each head
 MIXTURES = ("qwen2moe", "qwen3moe")
 EXPERTS = "blk.0.ffn_gate_exps.weight"
 SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
@@ -83,7 +87,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         if f"{name}.{key}" not in metadata and not default:
             raise NotCovered(f"it lacks {name}.{key}")
         value = metadata.get(f"{name}.{key}", *default)
-        if isinstance(value, list) and key != "attention.sliding_window_pattern":
+        if isinstance(value, list) and key not in BY_LAYER:
             if len(set(value)) != 1:
                 raise NotCovered(f"{name}.{key} differs from layer to layer")
             value = value[0]
@@ -98,7 +102,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     head_dim = get("attention.key_length", hidden // heads)
     if name not in MIXTURES and get("expert_count", 0):
         raise NotCovered("it is a mixture of experts")
-    check_settings(get, head_dim, rotates_all=name != "phi3")
+    check_settings(get, head_dim, rotates_all=name not in PARTLY_ROTATED)
+    layers -= get("nextn_predict_layers", 0)  # an MTP head, which is not a part of the decoder
     family = FAMILIES[name]
     fields = {
         "vocab_size": file.tensors[EMBEDDING].shape[0],
@@ -125,6 +130,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
             raise NotCovered("its attention does not depend on positions")
         fields |= {field: get(key, default) or default for field, (key, default) in GRANITE_SCALES.items()}
         fields["attention_multiplier"] = get("attention.scale", 0.0) or head_dim**-0.5
+    elif name == "qwen35":
+        fields |= delta_net_fields(get, fields)
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     if name in MIXTURES:
@@ -177,10 +184,7 @@ def phi3_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[str
     Factors for long texts are not used: the context ends where they begin.
     """
     head_dim, context = fields["head_dim"], fields["max_position_embeddings"]
-    rotated = get("rope.dimension_count", head_dim)
-    if not 0 < rotated <= head_dim or rotated % 2:
-        raise NotCovered(f"it rotates {rotated} channels of heads of {head_dim}")
-    rope = fields["rope_parameters"] | {"partial_rotary_factor": rotated / head_dim}
+    rope = fields["rope_parameters"] | {"partial_rotary_factor": rotated_share(get, head_dim)}
     if SHORT_FACTORS in file.tensors:
         context = min(context, get("rope.scaling.original_context_length"))
         rope |= long_rope(file.tensors[SHORT_FACTORS], context, get("rope.scaling.attn_factor", 1.0))
@@ -190,6 +194,35 @@ def phi3_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[str
         "max_position_embeddings": context,
         "original_max_position_embeddings": context,
         "rope_parameters": rope,
+    }
+
+
+def rotated_share(get: Get, head_dim: int) -> float:
+    rotated: int = get("rope.dimension_count", head_dim)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise NotCovered(f"it rotates {rotated} channels of heads of {head_dim}")
+    return rotated / head_dim
+
+
+def delta_net_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specific fields of Qwen3.5: gated delta nets, and the share of heads that is rotated."""
+    layers, values, keys = fields["num_hidden_layers"], get("ssm.time_step_rank"), get("ssm.group_count")
+    if not 0 < keys <= values or values % keys or get("ssm.inner_size") % values:
+        raise NotCovered(
+            f"its delta nets have {values} value heads, {keys} key heads and {get('ssm.inner_size')} values"
+        )
+    every = get("full_attention_interval", 4)
+    recurrent = get("attention.recurrent_layers", [(layer + 1) % every != 0 for layer in range(layers)])
+    return {
+        "hidden_act": "silu",
+        "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[:layers]],
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": get("ssm.state_size"),
+        "linear_value_head_dim": get("ssm.inner_size") // values,
+        "linear_conv_kernel_dim": get("ssm.conv_kernel"),
+        "rope_parameters": fields["rope_parameters"]
+        | {"partial_rotary_factor": rotated_share(get, fields["head_dim"])},
     }
 
 

@@ -21,6 +21,7 @@ from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 
+LOGARITHM = ".linear_attn.A_log"
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures that rotate neighbouring channels together
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
 # For users who have only the file.
@@ -65,6 +66,8 @@ class GGUFWeights:
             order = paired(tensor.shape[0], self.interleaved[name])
             channels = order if channels is None else order[channels]
         weight = tensor.read(channels)
+        if name.endswith(LOGARITHM):  # files hold -exp(A_log)
+            return dense(weight).float().neg().log()
         return dense(weight) if name in self.expanded else weight
 
     def fingerprint(self) -> str:
@@ -90,6 +93,9 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
     """
     names = our_names(file.metadata["general.architecture"], config)
     strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
+    if file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers"):
+        mtp_head = f"blk.{len(config.layers)}."
+        strange = [name for name in strange if not name.startswith(mtp_head)]
     if strange:
         raise NotCovered(f"it holds tensors that the decoder does not know, such as {strange[0]}")
     check_kinds(file)
@@ -101,7 +107,7 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
         tensor = file.tensors[theirs]
         if expert is not None and config.experts is not None:
             shape = (config.experts.count, *shape)
-        elif shape[0] == 1 and tensor.shape == shape[1:]:  # the converter drops such a dimension
+        elif tensor.shape == tuple(size for size in shape if size != 1):  # the converter drops such dimensions
             tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise NotCovered(f"{theirs} has the shape {list(tensor.shape)} instead of {list(shape)}")
@@ -138,10 +144,10 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
     """Return the names of a decoder's tensors in GGUF files of this architecture, by our names."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(kinds[architecture], len(config.layers))
-    return {
-        name: known.get_name(EXPERT.sub(".experts.", name), (".weight", ".bias")) or name
-        for name in config.tensor_shapes()
+    shown = {
+        name: EXPERT.sub(".experts.", name).replace(".dt_bias", ".dt_proj.bias") for name in config.tensor_shapes()
     }
+    return {name: known.get_name(other, (".weight", ".bias")) or name for name, other in shown.items()}
 
 
 def gguf_tensors(
@@ -188,11 +194,13 @@ def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
         if factors.shape != (config.rotated // 2,):
             raise NotCovered(f"{ROPE_FACTORS} has the shape {list(factors.shape)} instead of [{config.rotated // 2}]")
         layers = tuple(replace(kind, rope=_slowed(kind.rope, factors)) for kind in layers)
+    net = config.delta_net
     biased = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     return replace(
         config,
         layers=layers,
         norm_plus_one=False,
+        delta_net=None if net is None else replace(net, tiled=True),
         qkv_bias=biased["attn_q"],
         output_bias=biased["attn_output"],
         mlp_bias=biased["ffn_up"],

@@ -16,6 +16,7 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
@@ -97,6 +98,7 @@ SPLITS = {
     "smollm": Split(digits=True),
     "qwen2": Split(QWEN2, composed=True),
     "deepseek-r1-qwen": Split(QWEN2),
+    "qwen35": Split(QWEN35, composed=True),
     "tekken": Split(TEKKEN, whole=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split(LLAMA3, whole=True)),
     "refact": Split(digits=True),
