@@ -69,7 +69,7 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-NOT_COMPILED = {"qwen3_moe", "qwen3_5_text"}  # native only
+NATIVE_ONLY = {"compiled for a CPU": {"qwen3_5_text"}, "jax": {"phi3", "qwen3_moe", "qwen3_5_text"}}
 
 
 class Cell(NamedTuple):
@@ -86,7 +86,7 @@ def is_refused(family: str, backend: str) -> bool:
         return family not in ATTENTION
     if backend == "transformers":
         return False
-    return family not in NATIVE or (backend in ("compiled for a CPU", "jax") and family in NOT_COMPILED)
+    return family not in NATIVE or family in NATIVE_ONLY.get(backend, ())
 
 
 def document(outcomes: Mapping[Cell, str]) -> str:

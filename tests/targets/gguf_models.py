@@ -35,6 +35,28 @@ NEAR, FAR = "sliding_attention", "full_attention"
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERT_KEYS = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32}
+
+
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+DELTA_NET_KEYS = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 48,
+    "full_attention_interval": 4,
+    "rope.dimension_count": 8,
+}
+
+
 def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
     """What llama.cpp's converter writes for the rotary embeddings of Llama 3, with frequencies 1 to 4 in between."""
     waves = 2 * math.pi * theta ** (torch.arange(0, size, 2).double() / size)
@@ -90,6 +112,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         {},
     ),
     "qwen3": ({}, {"attention.head_count_kv": [2, 2, 2]}, {}),
+    "qwen2_moe": (
+        EXPERTS | {"head_dim": 8, "norm_topk_prob": False, "shared_expert_intermediate_size": 64},
+        EXPERT_KEYS
+        | {"expert_shared_feed_forward_length": 64, "attention.key_length": None, "attention.value_length": None},
+        {},
+    ),
+    "qwen3_moe": (EXPERTS | {"norm_topk_prob": True}, EXPERT_KEYS, {}),
+    "qwen3_5_text": (
+        DELTA_NET | {"head_dim": 16, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        DELTA_NET_KEYS,
+        {},
+    ),
     "gemma": ({"tie_word_embeddings": True}, {}, {}),
     "gemma2": (
         {
@@ -121,6 +155,50 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         },
         {},
     ),
+    "granite": (
+        {
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.25,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+        {"embedding_scale": 3.0, "residual_scale": 0.25, "attention.scale": 0.5, "logit_scale": 4.0},
+        {},
+    ),
+    "phi3": (
+        {"head_dim": 8, "sliding_window": 4},
+        {"attention.sliding_window": 4, "attention.key_length": None, "attention.value_length": None},
+        {},
+    ),
+    "phi3-long": (
+        {
+            "head_dim": 8,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 128,
+            **rotary(
+                rope_type="longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.5, 2.0],
+                long_factor=[1.0, 4.0, 8.0],
+                original_max_position_embeddings=64,
+            ),
+        },
+        {
+            "attention.key_length": None,
+            "attention.value_length": None,
+            "attention.sliding_window": 0,
+            "rope.dimension_count": 6,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(2) / math.log(64)),
+        },
+        {
+            "rope_factors_short.weight": np.array([1, 1.5, 2], np.float32),
+            "rope_factors_long.weight": np.array([1, 4, 8], np.float32),
+        },
+    ),
+    "smollm3": ({"head_dim": 8, "num_hidden_layers": 5, "tie_word_embeddings": True}, {}, {}),
     "gemma3_text-pattern": (
         {"sliding_window": 4, "layer_types": [NEAR, FAR, FAR], "query_pre_attn_scalar": 12},
         {"attention.sliding_window": 4, "attention.sliding_window_pattern": [True, False, False]},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,16 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, TokenType
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # others go by their model_type
+ARCHITECTURES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
+}  # others go by their model_type
 # Where the factors in float16 lie in a block, and how many there are; other types have them elsewhere.
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 FACTORS |= {"Q6_K": (208, 1), "TQ1_0": (52, 1), "TQ2_0": (64, 1)}
@@ -97,23 +104,55 @@ def write_gguf(
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer, config.vocab_size, pre)
     names = gguf.get_tensor_name_map(writer_arch(arch), config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in in_files(model):
         theirs = names.get_name(name, (".weight", ".bias"))
         if theirs is None or (theirs == "output.weight" and config.tie_word_embeddings):
             continue
         data = tensor.float().numpy()
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if arch in ("llama", "granite", "smollm3") and (".q_proj." in name or ".k_proj." in name):
             data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             data = data + 1
         kind = kinds if isinstance(kinds, str) else next((k for part, k in kinds.items() if part in theirs), "F32")
-        add_tensor(writer, theirs, data, "F32" if data.ndim == 1 else kind)
+        add_tensor(
+            writer, theirs, data, "F32" if data.ndim == 1 or "gate_inp" in theirs or "conv1d" in theirs else kind
+        )
     for name, data in (extra or {}).items():
         add_tensor(writer, name, data, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as llama.cpp's converter names and shapes them."""
+    for name, tensor in model.state_dict().items():
+        if model.config.model_type == "qwen3_5_text":
+            name, tensor = as_qwen35(model.config, name, tensor)
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            yield name.replace("gate_up_proj", "gate_proj.weight"), gate
+            yield name.replace("gate_up_proj", "up_proj.weight"), up
+        else:
+            yield name + (".weight" if name.endswith("experts.down_proj") else ""), tensor.squeeze()
+
+
+def as_qwen35(config: Any, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A tensor of Qwen3.5 as in files: value heads of one key head far apart, decays, and one added to norms."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return name, tensor + 1
+    if "linear_attn" not in name or "linear_attn.norm" in name:
+        return name, tensor
+    dimension = 1 if "out_proj" in name else 0
+    size = config.linear_value_head_dim if any(part in name for part in ("qkv", "conv1d", "_z", "out_proj")) else 1
+    order = torch.arange(values * size).view(keys, -1, size).transpose(0, 1).reshape(-1)
+    before = tensor.size(dimension) - len(order)  # queries and keys
+    tensor = tensor.index_select(dimension, torch.cat([torch.arange(before), before + order]))
+    if name.endswith("A_log"):
+        return name, -tensor.exp()
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor
 
 
 def writer_arch(name: str) -> gguf.MODEL_ARCH:
@@ -123,7 +162,8 @@ def writer_arch(name: str) -> gguf.MODEL_ARCH:
 def add_tensor(writer: gguf.GGUFWriter, name: str, data: np.ndarray, kind: str) -> None:
     number = GGMLQuantizationType[kind]
     if kind not in ROUNDED:
-        raw = random_blocks(kind, data.shape, len(name))
+        raw = random_blocks(kind, (data.size // data.shape[-1], data.shape[-1]), len(name))
+        raw = raw.reshape(*data.shape[:-1], -1)
     else:
         raw = gguf.quantize(np.ascontiguousarray(data), number)
     writer.add_tensor(name, raw, raw_dtype=number)

@@ -294,7 +294,7 @@ def test_unknown_ways_to_cut_text(pre: str | None, tmp_path: Path) -> None:
     target = load_target(path, device="cpu", compile="off")
     assert target.tokenizer is None and target.eos_token_ids == {0, 2}
     way = "uses the pre-tokenization 'command-r'" if pre else "does not name its pre-tokenization"
-    said = rf"The target has no tokenizer \(m.gguf: it {way}; supported are deepseek-r1-qwen"
+    said = rf"The target has no tokenizer \(m.gguf: it {way}; supported are .*deepseek-r1-qwen"
     assert load_target_text(path).tokenizer_reason == target.tokenizer_reason
     with Engine(target, load_drafter("none", target=target), 1) as engine:
         params = SamplingParams(temperature=0, max_new_tokens=4)

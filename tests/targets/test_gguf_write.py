@@ -23,7 +23,11 @@ def write(folder: Path, name: str, **differences: Any) -> Path:
     return folder / "m.gguf"
 
 
-@pytest.mark.parametrize("name", thinned(MODELS, keep=2))
+UNWRITABLE = ("phi3-long", "qwen2_moe", "qwen3_moe", "qwen3_5_text")
+WRITABLE = [name for name in MODELS if name not in UNWRITABLE]
+
+
+@pytest.mark.parametrize("name", thinned(WRITABLE, keep=2))
 def test_what_is_written_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     """The file that the tests write as llama.cpp's converter does says the same, with the same tensors."""
     path, twin = write(tmp_path, name), tmp_path / "twin.gguf"

@@ -37,7 +37,7 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-UNCOMPILED = ("llama-gelu", "qwen3_moe", "qwen3_5_text")  # those that cannot be
+UNCOMPILED = ("llama-gelu", "qwen3_5_text")  # those that cannot be
 
 
 def rotary(**parameters: Any) -> dict[str, Any]:
@@ -66,14 +66,41 @@ MODELS: dict[str, dict[str, Any]] = {
         long_factor=[2.0] * 6,
         original_max_position_embeddings=64,
     ),
+    "granite": SMALL
+    | {
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.25,
+        "attention_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    },
     "mistral": SMALL | {"sliding_window": None},
     "mistral-window": SMALL | {"sliding_window": 4},
+    "phi3": SMALL | {"head_dim": 8, "sliding_window": 4},
+    "phi3-partial": SMALL
+    | {
+        "head_dim": 8,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "factor": 2.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [1.0, 4.0, 8.0],
+            "original_max_position_embeddings": 64,
+        },
+    },
     "qwen2": SMALL | {"tie_word_embeddings": True},
     "qwen2-window": SMALL | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
     "qwen3": SMALL | {"attention_bias": True},
     "qwen3-window": SMALL | WINDOWS | {"use_sliding_window": True, "tie_word_embeddings": True},
+    "qwen2_moe": SMALL | EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 40, "mlp_only_layers": [2]},
     "qwen3_moe": SMALL | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen3_moe-window": SMALL | EXPERTS | {"use_sliding_window": True, "sliding_window": 4, "decoder_sparse_step": 2},
+    "smollm3": SMALL | {"head_dim": 8, "attention_bias": True},
+    "smollm3-window": SMALL | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4},
     "qwen3_5_text": SMALL | DELTA_NET | {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_5_text-odd": SMALL
     | DELTA_NET

@@ -277,7 +277,7 @@ class Decoder:
     def head(self, params: Params, hidden: Array) -> Array:
         """Return logits `[..., V]` of hidden states `[..., H]`, without soft-cap."""
         table = params["model.embed_tokens.weight" if self.config.tied_head else "lm_head.weight"]
-        logits = jnp.einsum("...h,vh->...v", hidden, table)
+        logits = jnp.einsum("...h,vh->...v", hidden, table) * self.config.logit_scale
         return self.layout.place(logits, *[None] * (logits.ndim - 1), "vocab")
 
     def queries_keys_values(
@@ -300,12 +300,13 @@ class Decoder:
         """Return the output `[B, N, H]` of a layer from its input x and its attention output `[B, N, heads * D]`."""
         prefix, names, post_norms = f"model.layers.{layer}.", self.config.norms(layer), self.config.post_norms
         out = linear(params, f"{prefix}self_attn.o_proj", attended)
-        x = self.layout.place(x + (self.norm(params, names["after_attention"], out) if post_norms else out))
+        scale = self.config.residual_scale
+        x = self.layout.place(x + scale * (self.norm(params, names["after_attention"], out) if post_norms else out))
         normed = self.norm(params, names["before_mlp"], x)
         gate, up = (linear(params, f"{prefix}mlp.{name}", normed) for name in ("gate_proj", "up_proj"))
         inner = self.layout.place(ACTIVATIONS[self.config.activation](gate) * up, None, None, "mlp")
         out = linear(params, f"{prefix}mlp.down_proj", inner)
-        return self.layout.place(x + (self.norm(params, names["after_mlp"], out) if post_norms else out))
+        return self.layout.place(x + scale * (self.norm(params, names["after_mlp"], out) if post_norms else out))
 
     def layers(
         self,

@@ -150,9 +150,14 @@ class Decoder(nn.Module):
         )
         if logits_at is not None:
             x = x[torch.arange(0, batch * count, count, device=x.device) + logits_at]
-        logits: Tensor = self.head(x).view(batch, -1, config.vocab_size)
+        logits = self.logits(x).view(batch, -1, config.vocab_size)
         cap = config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap, hidden_states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[..., V]` of hidden states `[..., H]`, without soft-cap."""
+        logits: Tensor = self.head(hidden)
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def named_weights(self, part: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors whose names in the checkpoint contain `part`. Parts of fused projections are views."""

@@ -37,6 +37,7 @@ class Experts:
     chosen: int
     intermediate_size: int
     normed: bool  # shares of the chosen ones sum to one
+    shared_size: int = 0  # inner size of a further expert, which all tokens use behind a gate; 0 is none
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     kernel: int  # tokens that the convolution reads, the token itself included
+    tiled: bool = False  # value heads that share a key head are `key_heads` apart, instead of side by side
 
     @property
     def values(self) -> int:
@@ -107,17 +109,20 @@ class DecoderConfig:
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     post_norms: bool = False  # outputs of attention and MLP are normed too
     embedding_scale: float = 1.0  # factor on the embeddings before the first layer
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP before they are added
+    logit_scale: float = 1.0  # factor on the logits
     attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # MLP of `routed` layers
     delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
     gated: bool = False  # attention's output has an elementwise gate, which is projected together with the query
+    fused_names: bool = False  # the checkpoint has one matrix for q, k and v, and one for gate and up
 
     @property
     def torch_only(self) -> str | None:
-        """Name of a part that only torch's operations can run, or None.
+        """Name of a part that only decoding knows, or None.
 
-        A decoder with such a part is not compiled, captured, quantized or written.
+        A decoder with such a part is not captured, quantized or written.
         """
         return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
 
@@ -135,6 +140,11 @@ class DecoderConfig:
     def ropes(self) -> tuple[Rope, ...]:
         return tuple(dict.fromkeys(kind.rope for kind in self.layers))
 
+    @property
+    def rotated(self) -> int:
+        """Number of channels of a head that are rotated, which come first."""
+        return 2 * len(self.layers[0].rope.inverse_frequencies)
+
     def projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
         """Return the matrices that are fused into each projection of a layer.
 
@@ -144,6 +154,8 @@ class DecoderConfig:
         keys = self.num_kv_heads * self.head_dim
         queries = self.num_heads * self.head_dim * (2 if self.gated else 1)
         place, output, inputs = "self_attn", "o_proj", {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        if self.fused_names:
+            inputs = {"qkv_proj": queries + 2 * keys}
         delta_net = self.delta_net_of(layer)
         if delta_net is not None:
             place, output, inputs = "linear_attn", "out_proj", delta_net.inputs
@@ -156,8 +168,15 @@ class DecoderConfig:
             fused["router"] = ((f"{prefix}mlp.gate", experts.count),)
         inner = self.inner_size(layer)
         mlps = [f"{prefix}mlp.experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
-        fused["gate_up"] = tuple((f"{mlp}.{name}", inner) for mlp in mlps for name in ("gate_proj", "up_proj"))
+        parts = {"gate_up_proj": 2 * inner} if self.fused_names else {"gate_proj": inner, "up_proj": inner}
+        fused["gate_up"] = tuple((f"{mlp}.{name}", size) for mlp in mlps for name, size in parts.items())
         fused["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)
+        if experts is not None and experts.shared_size:
+            shared = f"{prefix}mlp.shared_expert"
+            names = [f"{shared}.{name}" for name in ("gate_proj", "up_proj")]
+            fused["shared_gate_up"] = tuple((name, experts.shared_size) for name in names)
+            fused["shared_down"] = ((f"{shared}.down_proj", self.hidden_size),)
+            fused["shared_gate"] = ((f"{shared}_gate", 1),)
         return fused
 
     def experts_of(self, layer: int) -> Experts | None:
@@ -179,8 +198,8 @@ class DecoderConfig:
 
     def has_bias(self, layer: int, projection: str) -> bool:
         attends = not self.layers[layer].recurrent
-        known = {"qkv": self.qkv_bias and attends, "output": self.output_bias and attends, "router": False}
-        return known.get(projection, self.mlp_bias)
+        known = {"qkv": self.qkv_bias and attends, "output": self.output_bias and attends}
+        return known.get(projection, self.mlp_bias and not self.layers[layer].routed)
 
     def norms(self, layer: int) -> dict[str, str]:
         """Return the names of a layer's norms by role.
@@ -215,7 +234,8 @@ class DecoderConfig:
             delta_net = self.delta_net_of(layer)
             attended = self.num_heads * self.head_dim if delta_net is None else delta_net.values
             for projection, parts in self.projections(layer).items():
-                inputs = {"down": self.inner_size(layer), "output": attended}.get(projection, self.hidden_size)
+                inner = {"down": self.inner_size(layer), "shared_down": self.experts.shared_size if self.experts else 0}
+                inputs = {"output": attended, **inner}.get(projection, self.hidden_size)
                 for name, outputs in parts:
                     shapes[f"{name}.weight"] = (outputs, inputs)
                     if self.has_bias(layer, projection):

@@ -90,8 +90,11 @@ class DecoderLayer(nn.Module):
     qkv: PackedLinear
     output: PackedLinear
     router: PackedLinear
-    gate_up: PackedLinear
+    gate_up: PackedLinear  # of all experts, one behind the other
     down: PackedLinear
+    shared_gate_up: PackedLinear
+    shared_down: PackedLinear
+    shared_gate: PackedLinear
     before_attention: Norm
     after_attention: Norm
     before_mlp: Norm
@@ -140,13 +143,14 @@ class DecoderLayer(nn.Module):
         else:
             assert self.delta_net is not None
             added = self.output(self.delta_net(self.qkv(before), memory))
-        x = x + (self.after_attention(added) if self.post_norms else added)
+        scale = self.config.residual_scale
+        x = torch.add(x, self.after_attention(added) if self.post_norms else added, alpha=scale)
         added = self.mlp(self.before_mlp(x))
-        return x + (self.after_mlp(added) if self.post_norms else added)
+        return torch.add(x, self.after_mlp(added) if self.post_norms else added, alpha=scale)
 
     def mlp(self, x: Tensor) -> Tensor:
         if self.experts is not None:
-            return routed_mlps(x, self.experts, self.router, self.gate_up.weight, self.down.weight, self.activation)
+            return self.routed_mlp(x, self.experts)
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(self.activation(gate) * up)
         return out
@@ -187,35 +191,30 @@ class DecoderLayer(nn.Module):
         out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid().flatten(1))
         return out
 
+    def routed_mlp(self, x: Tensor, experts: Experts) -> Tensor:
+        """Return the weighted outputs `[R, H]` of the experts that the router chooses for each of R nodes."""
+        probs = self.router(x).softmax(dim=-1, dtype=torch.float32)  # [R, experts]
+        shares, chosen = probs.topk(experts.chosen, dim=-1)
+        if experts.normed:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        shares = torch.zeros_like(probs).scatter_(1, chosen, shares).to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            share = shares[:, expert, None]
+            # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products
+            # have one shape whichever nodes chose the expert, as exact forward passes need.
+            nodes = slice(None) if len(x) <= EXACT_NODES else share[:, 0].nonzero()[:, 0]
+            gate, up = self._expert(self.gate_up, expert, x[nodes]).chunk(2, dim=-1)
+            mlp = self._expert(self.down, expert, self.activation(gate) * up) * share[nodes]
+            out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of other nodes may be infinite
+        if experts.shared_size:
+            gate, up = self.shared_gate_up(x).chunk(2, dim=-1)
+            out += self.shared_down(self.activation(gate) * up) * self.shared_gate(x).sigmoid()
+        return out
 
-def routed_mlps(
-    x_RH: Tensor,
-    experts: Experts,
-    router: Callable[[Tensor], Tensor],
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Return the weighted outputs `[R, H]` of the experts that a router chooses for each of R nodes.
-
-    Args:
-        router: Scores of the experts, `[R, H]` to `[R, E]`.
-        gate_up: Gate and up projections of all experts, concatenated, `[E * 2 * inner, H]`.
-        down: Down projections of all experts, `[E * H, inner]`.
-    """
-    probs_RE = router(x_RH).softmax(dim=-1, dtype=torch.float32)
-    shares, chosen = probs_RE.topk(experts.chosen, dim=-1)
-    if experts.normed:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-    shares_RE = torch.zeros_like(probs_RE).scatter_(1, chosen, shares).to(x_RH.dtype)
-    gates, downs = gate_up.view(experts.count, -1, x_RH.size(-1)), down.view(experts.count, x_RH.size(-1), -1)
-    out = torch.zeros_like(x_RH)
-    for expert in chosen.unique().tolist():
-        share = shares_RE[:, expert, None]
-        # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products
-        # have one shape whichever nodes chose the expert, as exact forward passes need.
-        nodes = slice(None) if len(x_RH) <= EXACT_NODES else share[:, 0].nonzero()[:, 0]
-        gate, up = F.linear(x_RH[nodes], gates[expert]).chunk(2, dim=-1)
-        mlp = F.linear(activation(gate) * up, downs[expert]) * share[nodes]
-        out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of other nodes may be infinite
-    return out
+    def _expert(self, layer: PackedLinear, expert: int, x: Tensor) -> Tensor:
+        """Return the product with the part of a layer that belongs to one expert."""
+        assert self.experts is not None
+        size = layer.out_features // self.experts.count
+        weight = layer.channels(expert * size, (expert + 1) * size)
+        return weight.multiply(x.float()).to(x.dtype) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)

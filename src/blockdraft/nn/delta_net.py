@@ -106,7 +106,11 @@ class GatedDeltaNet(nn.Module):
             part.unflatten(-1, (-1, size)) for part, size in zip(heads, self._sizes, strict=True)
         )
         group = config.value_heads // config.key_heads
-        queries, keys_of = (normed(part).repeat_interleave(group, dim=-2) for part in (queries, keys_of))
+        queries, keys_of = normed(queries), normed(keys_of)
+        if config.tiled:
+            queries, keys_of = (torch.cat([part] * group, dim=-2) for part in (queries, keys_of))
+        else:
+            queries, keys_of = (part.repeat_interleave(group, dim=-2) for part in (queries, keys_of))
         fading = self.fading * F.softplus(decays.to(self.wide) + self.fading_bias)
         return Entering(queries * config.key_dim**-0.5, keys_of, values, fading, shares.to(self.wide).sigmoid())
 

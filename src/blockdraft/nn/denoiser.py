@@ -68,6 +68,9 @@ def why_not_denoiser(config: DecoderConfig) -> str | None:
         "norms of what layers add": config.post_norms,
         "norm weights that begin at 0": config.norm_plus_one,
         "scaled embeddings": config.embedding_scale != 1,
+        "scaled residuals or logits": config.residual_scale != 1 or config.logit_scale != 1,
+        "layers without positions": any(not any(rope.inverse_frequencies) for rope in config.ropes),
+        "fused projections": config.fused_names,
     }
     names = [name for name, present in unsupported.items() if present]
     return f"it has {' and '.join(names)}, which models of the Llama and Qwen families do not have" if names else None

@@ -77,6 +77,19 @@ def pack_weights(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) ->
     return PackedWeight(kernels, data, outputs, inputs)
 
 
+def join_packed(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Concatenate packed weights along the output dimension. All but the last must fill their blocks."""
+    first, outputs = parts[0], sum(part.outputs for part in parts)
+    assert all(part.outputs % part.kernels.lanes == 0 for part in parts[:-1]), "only the last has padding"
+    if isinstance(first.data, Tensor):
+        plain = [part.data for part in parts if isinstance(part.data, Tensor)]
+        return PackedWeight(first.kernels, torch.cat(plain), outputs, first.inputs)
+    tensors = [part.data.tensors() for part in parts if isinstance(part.data, InterleavedWeight)]
+    whole = {name: torch.cat([own[name] for own in tensors]) for name in tensors[0]}
+    data = InterleavedWeight.of_tensors(whole, first.data.bits, outputs)
+    return PackedWeight(first.kernels, data, outputs, first.inputs)
+
+
 def _channels(parts: Sequence[Tensor], begin: int, end: int) -> Tensor:
     """Return the output channels `begin` to `end` of concatenated weights."""
     slices = []
@@ -145,6 +158,15 @@ class PackedLinear(nn.Module):
         if self._kernels is not None:
             weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
         return weight.to(self.dtype)
+
+    def channels(self, begin: int, end: int) -> Tensor | QuantizedWeight:
+        """Return the weights `[end - begin, in]` of some output channels."""
+        if self.quantized is not None:
+            return self.quantized.channels(torch.arange(begin, end))
+        if self._kernels is None:
+            return self.stored[begin:end]
+        index, lanes = torch.arange(begin, end), self.stored.size(2)
+        return self.stored[index // lanes, :, index % lanes].to(self.dtype)
 
     def lookup(self, tokens: Tensor) -> Tensor:
         """Look up entries of an embedding table, the weights of output channels: `[...]` int64 to `[..., in]`."""

@@ -71,7 +71,7 @@ class Backends:
         if name is None:
             return self.usual
         if name not in self.names:
-            raise UsageError(f"speculation.backend is {name!r}; it must be one of {', '.join(self.names)}.")
+            raise UsageError(f"speculation.backend must be one of {', '.join(self.names)}, got {name!r}.")
         if name not in self._engines:
             with self._lock:
                 if self._closed:

@@ -125,7 +125,7 @@ class Guard:
             more = message.get("more_body", False)
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
-            raise ApiError(415, f"The content type is {content_type[:80] or 'missing'}; it must be application/json.")
+            raise ApiError(415, f"The content type must be application/json, got {content_type[:80] or 'nothing'}.")
         check_json(bytes(body))
         return True
 

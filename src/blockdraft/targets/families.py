@@ -102,8 +102,19 @@ def mixed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     )
 
 
+def partly_rotated_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of SmolLM3: where `no_rope_layers` holds a 0, attention does not depend on positions."""
+    layers = mixed_layers(config) if config.use_sliding_window else equal_layers(config)
+    if len(config.no_rope_layers) < len(layers):
+        raise NotCovered("no_rope_layers has no value for each layer")
+    still = Rope((0.0,) * len(layers[0].rope.inverse_frequencies))
+    pairs = zip(layers, config.no_rope_layers, strict=False)
+    return tuple(kind if rotates else replace(kind, rope=still) for kind, rotates in pairs)
+
+
 def routed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
-    """Return `windowed_layers`, some of them with routed experts for an MLP."""
+    """Return the layers of Qwen's mixtures of experts, some of them with routed experts for an MLP."""
+    layers = mixed_layers(config) if getattr(config, "layer_types", None) else windowed_layers(config)
     return tuple(
         replace(
             kind,
@@ -111,13 +122,13 @@ def routed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
             and config.num_experts > 0
             and (number + 1) % config.decoder_sparse_step == 0,
         )
-        for number, kind in enumerate(windowed_layers(config))
+        for number, kind in enumerate(layers)
     )
 
 
 def recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     """Return the layers of Qwen3.5: full attention, or a gated delta net."""
-    own = rope(config, rotated=config.rope_parameters.get("partial_rotary_factor", 1.0))
+    own = rope(config)
     return _by_type(
         config,
         full_attention=lambda: LayerKind(own),
@@ -134,13 +145,8 @@ def _by_type(config: AnyConfig, **kinds: Callable[[], LayerKind]) -> tuple[Layer
     return tuple(made[name] for name in config.layer_types)
 
 
-def rope(config: AnyConfig, layer_type: str | None = None, rotated: float = 1.0) -> Rope:
-    """Return the rotary embeddings of a kind of layer.
-
-    Args:
-        layer_type: Kind of layer, if kinds may differ.
-        rotated: Share of a head's channels that is rotated, if frequencies are not scaled.
-    """
+def rope(config: AnyConfig, layer_type: str | None = None) -> Rope:
+    """Return the rotary embeddings of a kind of layer, or of all layers if kinds do not differ."""
     parameters: dict[str, Any] = config.rope_parameters
     nested = layer_type is not None and layer_type in parameters
     of_kind: dict[str, Any] = parameters[layer_type] if nested and layer_type else parameters
@@ -150,7 +156,8 @@ def rope(config: AnyConfig, layer_type: str | None = None, rotated: float = 1.0)
         raise NotCovered(f"its rotary embeddings ({name}) change with the length of the text")
     try:
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        channels = int(head * rotated) if name == "default" else head
+        share = of_kind.get("partial_rotary_factor", 1.0) if name == "default" else 1.0  # else it is applied below
+        channels = int(head * share)
         frequencies, scale = rotary_frequencies(
             channels, config.max_position_embeddings, of_kind["rope_theta"], of_kind
         )
@@ -168,6 +175,22 @@ def _biases(config: AnyConfig) -> dict[str, Any]:
 
 def _llama(config: AnyConfig) -> dict[str, Any]:
     return _biases(config) | {"mlp_bias": bool(config.mlp_bias)}
+
+
+def _granite(config: AnyConfig) -> dict[str, Any]:
+    """Add factors on embeddings, scores, what layers add, and logits."""
+    if not config.residual_multiplier or not config.logits_scaling:
+        raise NotCovered("its factor on residuals or logits is 0")
+    return _llama(config) | {
+        "query_scale": float(config.attention_multiplier),
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_scale": 1 / config.logits_scaling,
+    }
+
+
+def _phi3(config: AnyConfig) -> dict[str, Any]:
+    return {"fused_names": True}
 
 
 def _mistral(config: AnyConfig) -> dict[str, Any]:
@@ -205,14 +228,22 @@ def _qwen3(config: AnyConfig) -> dict[str, Any]:
     return _biases(config) | {"qk_norm": True}
 
 
-def _qwen3_moe(config: AnyConfig) -> dict[str, Any]:
-    experts = Experts(
+def _experts(config: AnyConfig, shared_size: int = 0) -> Experts:
+    return Experts(
         count=config.num_experts,
         chosen=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
         normed=bool(config.norm_topk_prob),
+        shared_size=shared_size,
     )
-    return _qwen3(config) | {"experts": experts}
+
+
+def _qwen2_moe(config: AnyConfig) -> dict[str, Any]:
+    return {"qkv_bias": config.qkv_bias, "experts": _experts(config, config.shared_expert_intermediate_size)}
+
+
+def _qwen3_moe(config: AnyConfig) -> dict[str, Any]:
+    return _qwen3(config) | {"experts": _experts(config)}
 
 
 def _qwen3_5(config: AnyConfig) -> dict[str, Any]:
@@ -233,10 +264,14 @@ FAMILIES = {
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
     "gemma3_text": Family(mixed_layers, _gemma3),
+    "granite": Family(equal_layers, _granite),
     "llama": Family(equal_layers, _llama),
     "mistral": Family(windowed_layers, _mistral),
+    "phi3": Family(windowed_layers, _phi3, rotates_all=False),
     "qwen2": Family(mixed_layers, _qwen2),
+    "qwen2_moe": Family(routed_layers, _qwen2_moe),
     "qwen3": Family(mixed_layers, _qwen3),
     "qwen3_5_text": Family(recurrent_layers, _qwen3_5, rotates_all=False, has_other_parts=True),
     "qwen3_moe": Family(routed_layers, _qwen3_moe),
+    "smollm3": Family(partly_rotated_layers, _llama),
 }

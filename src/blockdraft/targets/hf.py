@@ -251,7 +251,7 @@ class HFTarget(CheckpointTarget):
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.model.named_parameters():
-            if self._config.model_type == "qwen3_moe" and ".mlp.experts." in name:
+            if self._config.model_type in ("qwen2_moe", "qwen3_moe") and ".mlp.experts." in name:
                 yield from _experts_alone(name, weight)
             else:
                 yield name, weight

@@ -73,6 +73,8 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
     shape = decoder_config(config)
     if shape.torch_only:
         raise NotCovered(f"it has {shape.torch_only}")
+    if shape.fused_names:
+        raise NotCovered("its checkpoint has fused projections")
     if getattr(config, "quantization_config", None):
         raise NotCovered("its weights are quantized; load the model that it was quantized from")
     tensors, source = open_weights(path, shape, config, options)

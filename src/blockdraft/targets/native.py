@@ -377,11 +377,10 @@ class NativeTarget(CheckpointTarget):
         return self.decoder.embedding.lookup(tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
-        head = self.decoder.head
         if torch.is_grad_enabled() and hidden.requires_grad:  # a drafter is in training, and our head has no gradients
-            return F.linear(hidden, head.weight)
-        logits: Tensor = head(hidden)
-        return logits
+            logits, scale = F.linear(hidden, self.decoder.head.weight), self.decoder.config.logit_scale
+            return logits if scale == 1 else logits * scale
+        return self.decoder.logits(hidden)
 
 
 # Recurrent layers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from blockdraft.machine import return_freed
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Read
-from blockdraft.nn.packed import PackedWeight, pack_weights
+from blockdraft.nn.packed import PackedWeight, join_packed, pack_weights
 from blockdraft.nn.quantization import QUICK, QuantizedWeight, best_group, quantize_weight
 from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
@@ -86,7 +87,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     on_gpu = device.type == "cuda"
     if wanted.torch_only and (options.quantize or few):
         raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither quantizes nor reads quantized")
-    reason = "compile is off" if compile == "off" else NOT_CAPTURED if on_gpu else _why_not(wanted, dtype, device)
+    reason = "compile is off" if compile == "off" else NOT_CAPTURED if on_gpu else why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
         _check_alike(wanted, tensors)
@@ -132,12 +133,9 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     )
 
 
-def _why_not(wanted: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why a decoder has no compiled forward pass, or None if it has one."""
-    return f"it does not know {wanted.torch_only}" if wanted.torch_only else why_not(wanted, dtype, device)
-
-
-def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None) -> Decoder:
+def make_decoder(
+    wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None, must_map: bool = False
+) -> Decoder:
     """Create a decoder, with weights packed for the library if there is one.
 
     Packed weights are read from the cache folder, or packed one matrix at a time.
@@ -145,14 +143,28 @@ def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, ori
     Args:
         read: As in `Decoder`; with a library, matrices may be of any dtype.
         origin: Checkpoint for the cache of packed weights; None does not cache them.
+        must_map: Whether the weights do not fit into memory without the cache.
+
+    Raises:
+        UsageError: The weights must be mapped, and cannot be cached.
     """
     if library is None:
         return Decoder(wanted, read)
 
     def make(names: Sequence[str]) -> PackedWeight:
-        return pack_weights([read(name) for name in names], library)
+        """Pack the matrices of one product, those of each expert at a time."""
+        parts = [
+            pack_weights([read(name) for name in own], library)
+            for _, own in groupby(names, lambda name: name.rsplit(".", 2)[0])
+        ]
+        return parts[0] if len(parts) == 1 else join_packed(parts)
 
     cached = None if origin is None else cached_weights(origin, library, wanted.products(), make)
+    if cached is None and must_map:
+        raise UsageError(
+            "The weights do not fit into the free memory, and another process is writing them to the cache folder, or "
+            "the disk is full; try again, free disk space, or close other programs."
+        )
     decoder = Decoder(wanted, read, make if cached is None else cached.matrix)
     return_freed()
     return decoder

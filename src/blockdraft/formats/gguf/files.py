@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,12 @@ class GGUFTensor:
     shape: tuple[int, ...]
     file: mmap.mmap
     place: int
+
+    def part(self, index: int) -> GGUFTensor:
+        """Return one matrix of several, `[matrices, out, in]`."""
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        shape = self.shape[1:]
+        return replace(self, shape=shape, place=self.place + index * (math.prod(shape) // values * size))
 
     def read(self, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
         """Read the tensor, whose type must be one of `READERS` or `INDICES`.

@@ -11,6 +11,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # by length of the context
 ROPE_BASE = 10000.0  # llama.cpp's default
 # llama.cpp's names of the parameters of a scaling, by those of transformers.
 WORDS = {

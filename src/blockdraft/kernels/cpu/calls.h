@@ -23,7 +23,8 @@ STRUCT(Linear)
     FIELD(S, Linear, projection) FIELD(S, const float *, base) FIELD(S, i64, taps) FIELD(S, i64, groups)
 STRUCT(Convolution)
 
-/* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only. */
+/* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only.
+   With a router (experts.h) gate_up and down hold all experts, one behind the other. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -31,12 +32,17 @@ STRUCT(Convolution)
     FIELD(S, const float *, query_norm) FIELD(S, const float *, key_norm)                                 \
     FIELD(S, const float *, cos) FIELD(S, const float *, sin)                                             \
     FIELD(S, i64, window) FIELD(S, i64, whole_block)                                                      \
-    FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)
+    FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)                                 \
+    FIELD(S, Linear, router) FIELD(S, Linear, shared_gate_up) FIELD(S, Linear, shared_down)               \
+    FIELD(S, Linear, shared_gate)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
    normed, side by side. `joined` projects them to the input of the first layer. If it has no weight, qkv of the first
-   layer reads the pairs, and its output is added to the hidden state, or with normed_stream to the normed one. */
+   layer reads the pairs, and its output is added to the hidden state, or with normed_stream to the normed one. rotated:
+   number of first channels of a head that are rotated; 0 is all. experts, chosen: number of routed experts, and of those
+   that a row chooses. expert_inner, shared_inner: inner size of each, and of the one that all rows use, or 0. normed:
+   whether the shares of those that are chosen sum to one. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -44,7 +50,9 @@ STRUCT(Layer)
     FIELD(S, i64, max_positions) FIELD(S, float, eps) FIELD(S, float, embedding_scale)                    \
     FIELD(S, float, attention_scale) FIELD(S, float, attention_cap) FIELD(S, float, logit_cap)            \
     FIELD(S, Linear, joined) FIELD(S, const float *, token_norm) FIELD(S, const float *, hidden_state_norm)    \
-    FIELD(S, i64, pairs) FIELD(S, i64, normed_stream)
+    FIELD(S, i64, pairs) FIELD(S, i64, normed_stream) FIELD(S, i64, rotated)                              \
+    FIELD(S, i64, experts) FIELD(S, i64, chosen) FIELD(S, i64, expert_inner) FIELD(S, i64, shared_inner)  \
+    FIELD(S, i64, normed)
 STRUCT(Model)
 
 /* embedded: embeddings in the place of tokens, or null. reach: number of last committed tokens that nodes attend to. pool:
@@ -114,6 +122,7 @@ const char *problem(i64 code) {
 
 #define MOST ((i64)1 << 31) /* largest count, so that no product of counts overflows */
 #define MOST_GROUP 65536 /* inputs of the largest group, so that no sum of their products overflows */
+#define MOST_CHOSEN 1024 /* experts that a row chooses */
 #define MOST_HEAD 1024 /* numbers of the largest head in 8 bits, so that no score overflows */
 #define REFUSE(condition, code) if (condition) return -(code)
 
@@ -121,7 +130,10 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
     REFUSE(!m || !m->layers, POINTER);
     REFUSE(m->num_layers < 1 || m->hidden < 1 || m->inner < 1 || m->kv_heads < 1 || m->heads < m->kv_heads, SIZES);
     REFUSE(m->heads % m->kv_heads || m->head_dim < LANES || m->head_dim % LANES, SIZES);
+    REFUSE(m->rotated < 0 || m->rotated > m->head_dim || m->rotated % 2, SIZES);
     REFUSE(STORE == INT8 && m->head_dim > MOST_HEAD, SIZES);
+    REFUSE(m->experts < 0 || m->experts > MOST || m->chosen < 0 || m->chosen > MOST_CHOSEN, SIZES);
+    REFUSE(m->expert_inner < 0 || m->expert_inner > MOST || m->shared_inner < 0 || m->shared_inner > MOST, SIZES);
     REFUSE(batch < 0 || nodes < 0 || slots < 0 || batch > MOST || slots > MOST, COUNTS);
     REFUSE(nodes > MOST / (batch ? batch : 1), COUNTS);
     REFUSE(threads < 1 || threads > MOST_THREADS, THREADS);
@@ -161,6 +173,24 @@ static i64 check_convolution(const Convolution *c, i64 size) {
 /* Return whether a layer reads pairs. */
 static int reads_pairs(const Model *m, i64 index) { return m->pairs && !m->joined.weight && !index; }
 
+static i64 check_mlp(const Model *m, const Layer *layer) {
+    const i64 H = m->hidden, E = m->experts, shared = m->shared_inner;
+    if (!layer->router.weight) {
+        const i64 wrong = check_linear(&layer->gate_up, H, 2 * m->inner);
+        return wrong ? wrong : check_linear(&layer->down, m->inner, H);
+    }
+    REFUSE(E < 1 || E > MOST || m->expert_inner < 1 || m->expert_inner > MOST / E || H > MOST / E, SIZES);
+    REFUSE(m->chosen < 1 || m->chosen > E || m->chosen > MOST_CHOSEN || shared < 0 || shared > MOST, SIZES);
+    REFUSE(2 * m->expert_inner % LANES || H % LANES || layer->after_mlp || layer->mlp_conv.taps, SIZES);
+    i64 wrong = check_linear(&layer->router, H, E);
+    if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * E * m->expert_inner);
+    if (!wrong) wrong = check_linear(&layer->down, m->expert_inner, E * H);
+    if (!wrong && shared) wrong = check_linear(&layer->shared_gate_up, H, 2 * shared);
+    if (!wrong && shared) wrong = check_linear(&layer->shared_down, shared, H);
+    if (!wrong && shared) wrong = check_linear(&layer->shared_gate, H, 1);
+    return wrong;
+}
+
 static i64 check_layers(const Model *m) {
     const i64 H = m->hidden, mixed = m->heads * m->head_dim;
     REFUSE(m->pairs && (!m->token_norm || !m->hidden_state_norm), POINTER);
@@ -171,8 +201,7 @@ static i64 check_layers(const Model *m) {
         REFUSE(reads_pairs(m, index) && layer->attention_conv.taps, SIZES);
         i64 wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, mixed + 2 * m->kv_heads * m->head_dim);
         if (!wrong) wrong = check_linear(&layer->output, mixed, H);
-        if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * m->inner);
-        if (!wrong) wrong = check_linear(&layer->down, m->inner, H);
+        if (!wrong) wrong = check_mlp(m, layer);
         if (!wrong) wrong = check_convolution(&layer->attention_conv, H);
         if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
         REFUSE(wrong, -wrong);

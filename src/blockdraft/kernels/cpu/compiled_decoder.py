@@ -16,6 +16,7 @@ from blockdraft.kernels.cpu.library import (
     KINDS,
     NORMS,
     PROJECTIONS,
+    ROUTED,
     CallFields,
     LayerFields,
     Library,
@@ -29,6 +30,7 @@ from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
+MOST_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
 FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the sequences
 EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
@@ -37,6 +39,11 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     """Return why a decoder has no compiled forward pass, or None if it has one."""
     if config.activation not in ("silu", "gelu_pytorch_tanh"):
         return f"it does not know the activation {config.activation}"
+    if config.delta_net is not None:
+        return "it does not know recurrent layers"
+    experts = config.experts
+    if experts is not None and (config.hidden_size % MOST_LANES or 2 * experts.intermediate_size % MOST_LANES):
+        return f"sizes of its experts are no multiples of {MOST_LANES}"
     return why_not_compiled(dtype, device, config.head_dim)
 
 
@@ -155,6 +162,7 @@ class CompiledDecoder(CompiledLayers):
     Attributes:
         library: As given.
         embedding, head: Embedding table and output head in the form of the library.
+        lends_head: Whether the head alone gives the target's logits.
     """
 
     def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
@@ -163,8 +171,9 @@ class CompiledDecoder(CompiledLayers):
         self._decoder = decoder
         layer: Any  # types of submodules are unknown
         for own, layer in zip(self._layers, decoder.layers, strict=True):
-            for name in PROJECTIONS:
-                setattr(own, name, library.linear(getattr(layer, name)))
+            for name in (*PROJECTIONS, *ROUTED):
+                if hasattr(layer, name):
+                    setattr(own, name, library.linear(getattr(layer, name)))
             for name in NORMS:
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
@@ -173,11 +182,21 @@ class CompiledDecoder(CompiledLayers):
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             own.window = config.layers[layer.number].window or 0
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
+        self.lends_head = config.logit_scale == 1
+        # The library computes with hidden states over `residual_scale`, so that what layers add needs no factor, and
+        # with the head's input times `logit_scale`.
+        residual = config.residual_scale
+        self._unscale = residual, 1 / config.logit_scale
+        routing: dict[str, int] = {}
+        if config.experts is not None:
+            experts = config.experts
+            routing = {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
+            routing |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,
             head=self.head,
-            norm=self._pointer(decoder.norm.weight),
+            norm=self._pointer(decoder.norm.weight.float() * config.logit_scale),
             num_layers=len(config.layers),
             hidden=config.hidden_size,
             heads=config.num_heads,
@@ -185,11 +204,13 @@ class CompiledDecoder(CompiledLayers):
             head_dim=config.head_dim,
             inner=config.intermediate_size,
             gelu=config.activation != "silu",
-            eps=config.norm_eps,
-            embedding_scale=decoder.embedding_scale,
+            rotated=config.rotated,
+            eps=config.norm_eps / residual**2,
+            embedding_scale=decoder.embedding_scale / residual,
             attention_scale=config.query_scale,
             attention_cap=config.attention_softcap or 0.0,
             logit_cap=config.final_softcap or 0.0,
+            **routing,
         )
 
     def forward(
@@ -250,6 +271,9 @@ class CompiledDecoder(CompiledLayers):
             best=best.data_ptr(),
         )
         self._run(call, end, tokens)
+        if hidden_states is not None and self._unscale != (1, 1):
+            factors = [self._unscale[layer == len(config.layers)] for layer in target_layers]
+            hidden_states.view(batch, count, len(target_layers), -1).mul_(torch.tensor(factors).unsqueeze(-1))
         return logits, hidden_states, best
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:

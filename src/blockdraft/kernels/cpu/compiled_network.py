@@ -135,7 +135,7 @@ class CompiledNetwork(CompiledLayers):
         self.quantized_layers: set[str] = set()
         # A target that uses the same library lends its embedding, and its head unless there is one of another kind.
         # The reference keeps alive the memory that the model's fields point to.
-        lends = host.decoder.library is library and host.own_head is host.reduced_head
+        lends = host.decoder.library is library and host.own_head is host.reduced_head and host.decoder.lends_head
         self._target = host.decoder if lends else None
         self._reduced = host.reduced_head if lends else None
 

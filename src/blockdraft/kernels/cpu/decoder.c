@@ -37,7 +37,7 @@ static void norm_and_round(Thread *t, const Linear *l, const float *x, const flo
 /* Norm and rotate one head in place. */
 static void rotate(const Model *m, const Layer *layer, const float *norm, float *x, i64 position) {
     if (norm) rms_norm(x, norm, m->eps, m->head_dim, x, 0);
-    i64 half = m->head_dim / 2;
+    i64 half = (m->rotated ? m->rotated : m->head_dim) / 2;
     const float *cos = layer->cos + position * half, *sin = layer->sin + position * half;
     for (i64 i = 0; i < half; i++) {
         float left = x[i], right = x[i + half];
@@ -270,11 +270,11 @@ INLINE vec activated(vec x, i64 gelu) {
     return x * sigmoid(turn);
 }
 
-static void activate(const Model *m, float *gate_up, i64 first, i64 last) {
-    const i64 parts = (m->inner + LANES - 1) / LANES;
+static void activate(const Model *m, i64 inner, float *gate_up, i64 first, i64 last) {
+    const i64 parts = (inner + LANES - 1) / LANES;
     for (i64 work = first; work < last; work++) {
-        i64 at = work % parts * LANES, count = m->inner - at;
-        float *gate = gate_up + work / parts * 2 * m->inner + at, *up = gate + m->inner;
+        i64 at = work % parts * LANES, count = inner - at;
+        float *gate = gate_up + work / parts * 2 * inner + at, *up = gate + inner;
         if (count >= LANES) *(vec *)gate = activated(*(vec *)gate, m->gelu) * *(vec *)up;
         else {
             vec x = {};
@@ -353,7 +353,7 @@ static void tap(Thread *t, const Model *m, const Call *call, i64 layer, const fl
 
 /* Offsets in the workspace, in floats. `end` is the size that is needed. */
 typedef struct {
-    i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, end;
+    i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, routed, end;
 } Places;
 
 /* Return whether inputs of a layer or of the head are rounded. */
@@ -362,7 +362,8 @@ static int rounds(const Model *m) {
     for (i64 index = 0; index < m->num_layers && !any; index++) {
         const Layer *layer = m->layers + index;
         any = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
-            || IS_INTEGER(&layer->down);
+            || IS_INTEGER(&layer->down) || IS_INTEGER(&layer->router) || IS_INTEGER(&layer->shared_gate)
+            || IS_INTEGER(&layer->shared_gate_up) || IS_INTEGER(&layer->shared_down);
     }
     return any;
 }
@@ -378,8 +379,29 @@ static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
     return (Rounded){(int8_t *)(memory + 3 * groups), memory, memory + groups, (int32_t *)(memory + 2 * groups)};
 }
 
+/* Return the `count` outputs of a weight from `first` on, which begins a block. */
+static Linear outputs_from(const Linear *l, i64 first, i64 count) {
+    Linear part = *l;
+    const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
+    const i64 bytes = l->kind == INT4 ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
+    part.weight = (const char *)part.weight + bytes;
+    const i64 units = l->span ? factors / l->span : 0;
+    if (part.scale) part.scale = (const char *)part.scale + factors * FACTOR_BYTES(l->scale_kind);
+    if (part.offset) part.offset = (const char *)part.offset + factors * FACTOR_BYTES(l->offset_kind);
+    if (part.scale_unit) part.scale_unit += units;
+    if (part.offset_unit) part.offset_unit += units;
+    if (part.bias) part.bias += first;
+    part.outputs = count;
+    return part;
+}
+
+#include "experts.h"
+
+/* Return the inner size of the largest MLP that all rows use. */
+static i64 widest_inner(const Model *m) { return m->inner > m->shared_inner ? m->inner : m->shared_inner; }
+
 static i64 widest_input(const Model *m) {
-    const i64 mixed = m->heads * m->head_dim, more = mixed > m->inner ? mixed : m->inner;
+    const i64 mixed = m->heads * m->head_dim, inner = widest_inner(m), more = mixed > inner ? mixed : inner;
     const i64 own = m->pairs ? 2 * m->hidden : m->hidden;
     return more > own ? more : own;
 }
@@ -399,14 +421,16 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
         if (first > most) most = first;
         if (second > most) most = second;
     }
-    p.pairs = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
+    p.pairs = p.wide + rows * (2 * widest_inner(m) > mix_width ? 2 * widest_inner(m) : mix_width);
     p.turned = p.pairs + (m->pairs ? 2 * rows * m->hidden : 0);
     p.corrections = p.turned + (most ? rows * m->hidden : 0);
     p.own = p.corrections + rows * most;
     p.own_size = rows ? own_places(m->head_dim, slots).end : 0;
     p.strange = p.own + threads * p.own_size;
     p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
-    p.end = p.rounded + (rounds(m) ? rounded_size(rows, widest_input(m)) : 0);
+    p.routed = p.rounded + (rounds(m) ? rounded_size(rows, widest_input(m)) : 0);
+    p.routed += p.routed % 2;
+    p.end = p.routed + routed_places(m, rows).end;
     return p;
 }
 
@@ -415,22 +439,6 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
 i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
     i64 wrong = check_shape(m, batch, nodes, slots, threads);
     return wrong ? wrong : places(m, batch * nodes, 0, slots, threads).end;
-}
-
-/* Return the `count` outputs of a weight from `first` on, which begins a block. */
-static Linear outputs_from(const Linear *l, i64 first, i64 count) {
-    Linear part = *l;
-    const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
-    const i64 bytes = l->kind == INT4 ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
-    part.weight = (const char *)part.weight + bytes;
-    const i64 units = l->span ? factors / l->span : 0;
-    if (part.scale) part.scale = (const char *)part.scale + factors * FACTOR_BYTES(l->scale_kind);
-    if (part.offset) part.offset = (const char *)part.offset + factors * FACTOR_BYTES(l->offset_kind);
-    if (part.scale_unit) part.scale_unit += units;
-    if (part.offset_unit) part.offset_unit += units;
-    if (part.bias) part.bias += first;
-    part.outputs = count;
-    return part;
 }
 
 /* Write the embeddings of the rows from `first` to `last` to x. */
@@ -506,9 +514,14 @@ static void run_layers(Thread *t, const void *argument) {
         int added = !layer->after_attention && !of_attention->taps;
         project(t, &layer->output, wide, mix_width, in, rows, added ? x : h, H, added);
         add_output(t, m, call, of_attention, layer->after_attention, corrections, h, x);
+        if (layer->router.weight) {
+            routed_mlp(t, m, layer, routed_at(m, w + at.routed, rows), rows, in, x, h, wide);
+            tap(t, m, call, index, x);
+            continue;
+        }
         read = input_of(t, &layer->gate_up, m, call, of_mlp, layer->before_mlp, x, h, in, corrections, turned);
         project(t, &layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
-        PIECES(t, rows * ((m->inner + LANES - 1) / LANES), 32, first, last) activate(m, wide, first, last);
+        PIECES(t, rows * ((m->inner + LANES - 1) / LANES), 32, first, last) activate(m, m->inner, wide, first, last);
         round_inputs(t, &layer->down, wide, 2 * m->inner, rows, in);
         added = !layer->after_mlp && !of_mlp->taps;
         project(t, &layer->down, wide, 2 * m->inner, in, rows, added ? x : h, H, added);

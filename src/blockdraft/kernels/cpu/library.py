@@ -29,6 +29,7 @@ FACTORS = {torch.float32: 0, torch.int8: 2, torch.float16: 4}  # its codes for d
 DTYPES = {number: dtype for dtype, number in STORES.items()}
 FACTOR = 4  # int8 numbers behind a key or a value that hold its factor
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
+ROUTED = ("router", "shared_gate_up", "shared_down", "shared_gate")  # of layers with routed experts
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 
 
@@ -68,6 +69,7 @@ class LayerFields(Fields):
         ("whole_block", c_int64),
         ("attention_conv", ConvolutionFields),
         ("mlp_conv", ConvolutionFields),
+        *((name, LinearFields) for name in ROUTED),
     ]
 
 
@@ -84,7 +86,8 @@ class ModelFields(Fields):
         *((name, c_float) for name in ("eps", "embedding_scale", "attention_scale", "attention_cap", "logit_cap")),
         ("joined", LinearFields),
         *((name, c_void_p) for name in ("token_norm", "hidden_state_norm")),
-        *((name, c_int64) for name in ("pairs", "normed_stream")),
+        *((name, c_int64) for name in ("pairs", "normed_stream", "rotated")),
+        *((name, c_int64) for name in ("experts", "chosen", "expert_inner", "shared_inner", "normed")),
     ]
 
 

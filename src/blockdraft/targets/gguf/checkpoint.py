@@ -31,7 +31,7 @@ from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differenc
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder
-from blockdraft.targets.weights import OpenCheckpoint
+from blockdraft.targets.weights import READ, OpenCheckpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +56,14 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         weights = decoder_weights(file, wanted)
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
+    longest = int(file.metadata[f"{file.metadata['general.architecture']}.context_length"])
+    if config.max_position_embeddings < longest:
+        log.warning(
+            "The context of %s ends at %d tokens instead of %d: beyond, its rotary embeddings change with the length.",
+            path,
+            config.max_position_embeddings,
+            longest,
+        )
     file = replace(file, metadata={})  # frees its vocabulary
     return_freed()
     dtype, device = options.dtype, options.device
@@ -63,12 +71,13 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
     halved = matrices & set(FLOATS) == {"BF16"} and not weights.expanded
     kind = torch.bfloat16 if halved else dtype
-    check_memory(file, weights.nbytes(kind if on_cpu else dtype, few=on_cpu), free_bytes(device), device)
     refused = why_not(wanted, dtype, device) if on_cpu else NOT_CAPTURED
     reason = "compile is off" if options.compile == "off" else refused
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
-    library = None if made is None else made.library()
+    library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
+    needed, mapped = weights.nbytes(kind if on_cpu else dtype, few=on_cpu), library is not None and origin.is_worth_it()
+    fits = check_memory(file, needed, free_bytes(device), device, mapped)
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = weights.read(name)
@@ -79,7 +88,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         return weight.to(dtype)
 
     with loading(path, device), torch.no_grad():
-        decoder = make_decoder(wanted, read, library, Origin(file.parts, {"dtype": str(dtype)}))
+        decoder = make_decoder(wanted, read, library, origin, must_map=not fits)
     return Checkpoint(
         decoder=decoder,
         config=config,
@@ -93,9 +102,25 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     )
 
 
-def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device) -> None:
-    """Raise a UsageError if weights need more memory than is free. Warn if they need much more than in the file."""
+def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device, mapped: bool = False) -> bool:
+    """Return whether weights fit into the free memory. Warn if they fill it, or need much more than in the file.
+
+    Args:
+        mapped: Whether packed weights are mapped from the cache folder, so that they need not fit.
+
+    Raises:
+        UsageError: They do not fit and are not mapped.
+    """
     path, stored = file.path, sum(part.stat().st_size for part in file.parts)
+    if mapped and needed > free / 2:
+        log.warning(
+            "The weights of %s take %.1f GiB of %.1f GiB of free memory. They are mapped from the cache folder%s.",
+            path,
+            needed / GIB,
+            free / GIB,
+            "" if needed <= free else ", and what does not fit is read again when it is needed, which is slow",
+        )
+        return needed <= free
     if needed > free:
         raise UsageError(
             f"The weights of {path} take {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free; close "
@@ -112,6 +137,7 @@ def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device) -
             if device.type == "cpu"
             else "on a GPU they are dequantized to the target's dtype",
         )
+    return True
 
 
 @contextmanager
@@ -186,6 +212,8 @@ def open_gguf_checkpoint(
         weights = replace(decoder_weights(file, actual), expanded=frozenset())
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
+    if wanted.torch_only and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
     few = sorted(weights.kinds - set(FLOATS))
     if few and doing == "rounded":
         raise UsageError(

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from gguf import ExpertGatingFuncType
 from torch import Tensor
 
-from blockdraft.formats.gguf import GGUFFile
-from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, rope_metadata
+from blockdraft.formats.gguf import GGUFFile, GGUFTensor
+from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS, rope_metadata
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.model_config import AnyConfig, make_config
@@ -22,22 +23,45 @@ from blockdraft.targets.model_config import AnyConfig, make_config
 FAMILIES = {
     "llama": "llama",
     "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "qwen35": "qwen3_5_text",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "granite": "granite",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
 }
 CAUSAL_LMS = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama"}
 GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # defaults of llama.cpp, of attention and logits
+# Factors of Granite by their keys in files, with llama.cpp's defaults.
+GRANITE_SCALES = {
+    "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+    "logits_scaling": ("logit_scale", 1.0),
+}
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
+BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
+PARTLY_ROTATED = ("phi3", "qwen35")  # architectures that may rotate a part of each head
+MIXTURES = ("qwen2moe", "qwen3moe")
+EXPERTS = "blk.0.ffn_gate_exps.weight"
+SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 Get = Callable[..., Any]  # takes a key without the architecture, and an optional default
@@ -63,7 +87,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         if f"{name}.{key}" not in metadata and not default:
             raise NotCovered(f"it lacks {name}.{key}")
         value = metadata.get(f"{name}.{key}", *default)
-        if isinstance(value, list) and key != "attention.sliding_window_pattern":
+        if isinstance(value, list) and key not in BY_LAYER:
             if len(set(value)) != 1:
                 raise NotCovered(f"{name}.{key} differs from layer to layer")
             value = value[0]
@@ -76,12 +100,15 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         raise NotCovered(f"it has {layers} layers, but only {count} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
-    check_settings(get, head_dim)
+    if name not in MIXTURES and get("expert_count", 0):
+        raise NotCovered("it is a mixture of experts")
+    check_settings(get, head_dim, rotates_all=name not in PARTLY_ROTATED)
+    layers -= get("nextn_predict_layers", 0)  # an MTP head, which is not a part of the decoder
     family = FAMILIES[name]
     fields = {
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"),
+        "intermediate_size": get("feed_forward_length", *([0] if name in MIXTURES else [])),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
@@ -96,8 +123,19 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     window = get("attention.sliding_window", None)
     if name in ("gemma2", "gemma3"):
         fields |= gemma_fields(name, get, fields)
+    elif name == "phi3":
+        fields |= phi3_fields(file, get, fields)
+    elif name == "granite":
+        if get("rope.scaling.finetuned", True) is False:
+            raise NotCovered("its attention does not depend on positions")
+        fields |= {field: get(key, default) or default for field, (key, default) in GRANITE_SCALES.items()}
+        fields["attention_multiplier"] = get("attention.scale", 0.0) or head_dim**-0.5
+    elif name == "qwen35":
+        fields |= delta_net_fields(get, fields)
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
+    if name in MIXTURES:
+        fields |= expert_fields(file, name, get, fields)
     return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
 
 
@@ -108,27 +146,17 @@ def describe_fitted(config: AnyConfig, decoder: DecoderConfig, file: GGUFFile) -
     if hasattr(config, "mlp_bias"):
         config.mlp_bias = decoder.mlp_bias
     if ROPE_FACTORS in file.tensors:
-        factors = file.tensors[ROPE_FACTORS].read()
-        assert isinstance(factors, Tensor), "a vector"
-        config.rope_parameters = {
-            "rope_type": "longrope",
-            "rope_theta": config.rope_parameters["rope_theta"],
-            "short_factor": factors.tolist(),
-            "long_factor": factors.tolist(),
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": config.max_position_embeddings,
-        }
+        rope = long_rope(file.tensors[ROPE_FACTORS], config.max_position_embeddings, 1.0)
+        config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **rope}
 
 
-def check_settings(get: Get, head_dim: int) -> None:
+def check_settings(get: Get, head_dim: int, rotates_all: bool) -> None:
     """Raise `NotCovered` for settings that no configuration here can express."""
-    if get("expert_count", 0):
-        raise NotCovered("it is a mixture of experts")
     if get("attention.causal", True) is False:
         raise NotCovered("its attention is bidirectional")
     if get("attention.value_length", head_dim) != head_dim:
         raise NotCovered("its values and keys differ in size")
-    if get("rope.dimension_count", head_dim) != head_dim:
+    if rotates_all and get("rope.dimension_count", head_dim) != head_dim:
         raise NotCovered("it rotates a part of each head only")
 
 
@@ -148,6 +176,93 @@ def rope_parameters(get: Get) -> dict[str, Any]:
     speeds = {f"beta_{name}": get(f"rope.scaling.yarn_beta_{name}", None) for name in ("fast", "slow")}
     given = {name: value for name, value in speeds.items() if value is not None}
     return parameters | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": longest, **given}
+
+
+def phi3_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specific fields of Phi 3 and 4: window, rotated share of heads, and factors of frequencies.
+
+    Factors for long texts are not used: the context ends where they begin.
+    """
+    head_dim, context = fields["head_dim"], fields["max_position_embeddings"]
+    rope = fields["rope_parameters"] | {"partial_rotary_factor": rotated_share(get, head_dim)}
+    if SHORT_FACTORS in file.tensors:
+        context = min(context, get("rope.scaling.original_context_length"))
+        rope |= long_rope(file.tensors[SHORT_FACTORS], context, get("rope.scaling.attn_factor", 1.0))
+    window = get("attention.sliding_window", 0)
+    return {
+        "sliding_window": window if 0 < window < context else None,
+        "max_position_embeddings": context,
+        "original_max_position_embeddings": context,
+        "rope_parameters": rope,
+    }
+
+
+def rotated_share(get: Get, head_dim: int) -> float:
+    rotated: int = get("rope.dimension_count", head_dim)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise NotCovered(f"it rotates {rotated} channels of heads of {head_dim}")
+    return rotated / head_dim
+
+
+def delta_net_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specific fields of Qwen3.5: gated delta nets, and the share of heads that is rotated."""
+    layers, values, keys = fields["num_hidden_layers"], get("ssm.time_step_rank"), get("ssm.group_count")
+    if not 0 < keys <= values or values % keys or get("ssm.inner_size") % values:
+        raise NotCovered(
+            f"its delta nets have {values} value heads, {keys} key heads and {get('ssm.inner_size')} values"
+        )
+    every = get("full_attention_interval", 4)
+    recurrent = get("attention.recurrent_layers", [(layer + 1) % every != 0 for layer in range(layers)])
+    return {
+        "hidden_act": "silu",
+        "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[:layers]],
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": get("ssm.state_size"),
+        "linear_value_head_dim": get("ssm.inner_size") // values,
+        "linear_conv_kernel_dim": get("ssm.conv_kernel"),
+        "rope_parameters": fields["rope_parameters"]
+        | {"partial_rotary_factor": rotated_share(get, fields["head_dim"])},
+    }
+
+
+def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Qwen's mixtures of experts, all of whose layers have experts."""
+    count, chosen = get("expert_count"), get("expert_used_count")
+    if EXPERTS not in file.tensors:
+        raise NotCovered(f"it lacks {EXPERTS}")
+    if count != file.tensors[EXPERTS].shape[0]:  # checked before anything is allocated for each expert
+        raise NotCovered(f"it has {count} experts, and {EXPERTS} is of the shape {list(file.tensors[EXPERTS].shape)}")
+    if not 0 < chosen <= count:
+        raise NotCovered(f"each token uses {chosen} of its {count} experts")
+    if get("expert_weights_scale", 0.0) not in (0.0, 1.0) or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX):
+        raise NotCovered("its router does not choose by a softmax")
+    inner = get("expert_feed_forward_length", 0) or fields["intermediate_size"] // chosen
+    routing = {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": name == "qwen3moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "intermediate_size": fields["intermediate_size"] or inner,
+    }
+    if name == "qwen2moe":
+        routing["shared_expert_intermediate_size"] = get("expert_shared_feed_forward_length", 0) or inner
+    return routing
+
+
+def long_rope(factors: GGUFTensor, context: int, scale: float) -> dict[str, Any]:
+    """Return rotary parameters with a factor for each frequency, for sequences up to `context`."""
+    values = factors.read()
+    assert isinstance(values, Tensor), "a vector"
+    return {
+        "rope_type": "longrope",
+        "short_factor": values.tolist(),
+        "long_factor": values.tolist(),
+        "attention_factor": scale,
+        "original_max_position_embeddings": context,
+    }
 
 
 def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,9 +309,14 @@ def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
         "attention.key_length": wanted.head_dim,
         "attention.value_length": wanted.head_dim,
         "attention.layer_norm_rms_epsilon": float(wanted.norm_eps),
-        "rope.dimension_count": wanted.head_dim,
+        "rope.dimension_count": wanted.rotated,
         **rope_metadata(full["rope_theta"], full),
     }
+    if config.model_type == "granite":
+        metadata |= {key: float(getattr(config, field)) for field, (key, _) in GRANITE_SCALES.items()}
+        metadata["attention.scale"] = float(config.attention_multiplier)
+    if config.model_type == "phi3":
+        metadata["attention.sliding_window"] = config.sliding_window or 0
     if wanted.post_norms:  # Gemma 2 and 3
         windows = [kind.window for kind in wanted.layers]
         metadata |= {"attention.sliding_window": config.sliding_window}

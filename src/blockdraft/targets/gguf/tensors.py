@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held
-from blockdraft.formats.gguf.rope import ROPE_FACTORS, paired, rope_factors
+from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import Stored, stored
-from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
+from blockdraft.nn.decoder_config import DecoderConfig, Rope
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 
+LOGARITHM = ".linear_attn.A_log"
+INTERLEAVED = ("llama", "granite", "smollm3")  # architectures that rotate neighbouring channels together
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
 # For users who have only the file.
 REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
 
@@ -62,6 +66,8 @@ class GGUFWeights:
             order = paired(tensor.shape[0], self.interleaved[name])
             channels = order if channels is None else order[channels]
         weight = tensor.read(channels)
+        if name.endswith(LOGARITHM):  # files hold -exp(A_log)
+            return dense(weight).float().neg().log()
         return dense(weight) if name in self.expanded else weight
 
     def fingerprint(self) -> str:
@@ -86,18 +92,26 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
         UsageError: A tensor is of an unsupported type.
     """
     names = our_names(file.metadata["general.architecture"], config)
-    strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS})
+    strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
+    if file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers"):
+        mtp_head = f"blk.{len(config.layers)}."
+        strange = [name for name in strange if not name.startswith(mtp_head)]
     if strange:
         raise NotCovered(f"it holds tensors that the decoder does not know, such as {strange[0]}")
+    check_kinds(file)
+    weights = {}
     for ours, shape in config.tensor_shapes().items():
-        theirs = names[ours]
+        theirs, expert = names[ours], EXPERT.search(ours)
         if theirs not in file.tensors:
             raise NotCovered(f"it lacks {theirs}")
-        actual = file.tensors[theirs].shape
-        if actual != shape:
-            raise NotCovered(f"{theirs} has the shape {list(actual)} instead of {list(shape)}")
-    check_kinds(file)
-    weights = {ours: file.tensors[theirs] for ours, theirs in names.items()}
+        tensor = file.tensors[theirs]
+        if expert is not None and config.experts is not None:
+            shape = (config.experts.count, *shape)
+        elif tensor.shape == tuple(size for size in shape if size != 1):  # the converter drops such dimensions
+            tensor = replace(tensor, shape=shape)
+        if tensor.shape != shape:
+            raise NotCovered(f"{theirs} has the shape {list(tensor.shape)} instead of {list(shape)}")
+        weights[ours] = tensor if expert is None else tensor.part(int(expert[1]))
     expanded = set[str]()
     for layer in range(len(config.layers)):
         for parts in config.projections(layer).values():
@@ -110,14 +124,14 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
 
 def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
     """Return the number of heads of tensors whose channels this architecture interleaves in pairs, by our names."""
-    counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if architecture == "llama" else {}
+    counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if architecture in INTERLEAVED else {}
     return {name: heads for name in config.tensor_shapes() for part, heads in counts.items() if f".{part}." in name}
 
 
 def check_kinds(file: GGUFFile) -> None:
     """Raise a UsageError unless all tensors are of supported types, and only matrices quantized."""
     for tensor in file.tensors.values():
-        matrix = len(tensor.shape) == 2
+        matrix = len(tensor.shape) in (2, 3)
         if tensor.kind not in READERS or (tensor.kind not in FLOATS and not matrix):
             what = f"{', '.join(READERS)} are read" if matrix else f"vectors are read in {', '.join(FLOATS)}"
             raise UsageError(
@@ -130,7 +144,10 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
     """Return the names of a decoder's tensors in GGUF files of this architecture, by our names."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(kinds[architecture], len(config.layers))
-    return {name: known.get_name(name, (".weight", ".bias")) or name for name in config.tensor_shapes()}
+    shown = {
+        name: EXPERT.sub(".experts.", name).replace(".dt_bias", ".dt_proj.bias") for name in config.tensor_shapes()
+    }
+    return {name: known.get_name(other, (".weight", ".bias")) or name for name, other in shown.items()}
 
 
 def gguf_tensors(
@@ -174,14 +191,16 @@ def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
     if ROPE_FACTORS in file.tensors:
         factors = file.tensors[ROPE_FACTORS].read()
         assert isinstance(factors, Tensor), "a vector"
-        if factors.shape != (config.head_dim // 2,):
-            raise NotCovered(f"{ROPE_FACTORS} has the shape {list(factors.shape)} instead of [{config.head_dim // 2}]")
-        layers = tuple(LayerKind(_slowed(kind.rope, factors), kind.window) for kind in layers)
+        if factors.shape != (config.rotated // 2,):
+            raise NotCovered(f"{ROPE_FACTORS} has the shape {list(factors.shape)} instead of [{config.rotated // 2}]")
+        layers = tuple(replace(kind, rope=_slowed(kind.rope, factors)) for kind in layers)
+    net = config.delta_net
     biased = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     return replace(
         config,
         layers=layers,
         norm_plus_one=False,
+        delta_net=None if net is None else replace(net, tiled=True),
         qkv_bias=biased["attn_q"],
         output_bias=biased["attn_output"],
         mlp_bias=biased["ffn_up"],

@@ -16,10 +16,16 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Tokens that end a response in every vocabulary that has them, whatever their type, as in llama.cpp. Many files name
@@ -92,8 +98,13 @@ SPLITS = {
     "smollm": Split(digits=True),
     "qwen2": Split(QWEN2, composed=True),
     "deepseek-r1-qwen": Split(QWEN2),
+    "qwen35": Split(QWEN35, composed=True),
     "tekken": Split(TEKKEN, whole=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split(LLAMA3, whole=True)),
+    "refact": Split(digits=True),
+    "dbrx": Split(LLAMA3),
+    "smaug-bpe": Split(LLAMA3, whole=True),
+    "gpt-4o": Split(GPT4O),
 }
 
 
@@ -150,7 +161,7 @@ class _Kept:
 
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
-WITH_BOS = {name for name, split in SPLITS.items() if split.whole}
+WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 
 
 def special_token(metadata: Mapping[str, Any], key: str) -> str | None:

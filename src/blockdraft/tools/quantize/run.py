@@ -218,7 +218,7 @@ class LayerwiseForward:
         rows, following = states[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         size = max(1, LOGITS // self.config.vocab_size)
         for some, expected in zip(rows.split(size), following.split(size), strict=True):
-            logits: Tensor = head(norm(some))
+            logits: Tensor = head(norm(some)) * self.config.logit_scale
             logits = logits if cap is None else torch.tanh(logits / cap) * cap
             total += F.cross_entropy(logits, expected, reduction="sum").item()
         return exp(min(total / len(following), 700))

@@ -1,0 +1,169 @@
+/* Routed experts: a router chooses several of a layer's MLPs for each row. Rows that chose the same expert lie side by
+   side, so its weights are read once for all of them. The numbers of a row do not depend on other rows.
+
+   An assignment is a row with one expert that it chose. A slot is a place for one chosen expert. There are as many slots
+   as experts that can be chosen at most, since loops over PIECES may not depend on what pieces write. */
+
+/* Offsets in the memory of routed experts, in floats; those of i64 are even. */
+typedef struct {
+    i64 chosen, places, rows, counts, begins, experts, scores, shares, inputs, wide, rounded, end;
+} RoutedPlaces;
+
+/* chosen: expert of each assignment; places: where it lies among all, in the order of experts; rows: row of each place.
+   counts: [experts], to work in. begins: first place of each slot, and the end; experts: expert of each slot. shares:
+   factors of assignments. inputs: [places, hidden]; wide: [places, 2 * expert_inner]. */
+typedef struct {
+    i64 *chosen, *places, *rows, *counts, *begins, *experts, slots;
+    float *scores, *shares, *inputs, *wide, *rounded;
+} Routed;
+
+static i64 most_slots(const Model *m, i64 rows) { return m->experts < rows * m->chosen ? m->experts : rows * m->chosen; }
+
+static RoutedPlaces routed_places(const Model *m, i64 rows) {
+    const i64 all = rows * m->chosen, slots = most_slots(m, rows);
+    const i64 widest = m->hidden > m->expert_inner ? m->hidden : m->expert_inner;
+    RoutedPlaces p = {0};
+    if (!m->experts) return p;
+    p.places = p.chosen + 2 * all;
+    p.rows = p.places + 2 * all;
+    p.counts = p.rows + 2 * all;
+    p.begins = p.counts + 2 * m->experts;
+    p.experts = p.begins + 2 * (slots + 1);
+    p.scores = p.experts + 2 * slots;
+    p.shares = p.scores + rows * m->experts;
+    p.inputs = p.shares + all;
+    p.wide = p.inputs + all * m->hidden;
+    p.rounded = p.wide + all * 2 * m->expert_inner;
+    p.end = p.rounded + rounded_size(all, widest);
+    return p;
+}
+
+static Routed routed_at(const Model *m, float *memory, i64 rows) {
+    const RoutedPlaces p = routed_places(m, rows);
+    return (Routed){(i64 *)(memory + p.chosen), (i64 *)(memory + p.places), (i64 *)(memory + p.rows),
+                    (i64 *)(memory + p.counts), (i64 *)(memory + p.begins), (i64 *)(memory + p.experts),
+                    most_slots(m, rows), memory + p.scores, memory + p.shares, memory + p.inputs, memory + p.wide,
+                    memory + p.rounded};
+}
+
+/* Choose the experts of one row by the softmax of their scores, which is written over them. Of equal ones the first is
+   chosen. Where scores are not finite, so are no shares. */
+static void choose_experts(const Model *m, float *scores, i64 *chosen, float *shares) {
+    const i64 E = m->experts;
+    float largest = -INFINITY, sum = 0, total = 0;
+    for (i64 e = 0; e < E; e++) largest = scores[e] > largest ? scores[e] : largest;
+    i64 e = 0;
+    for (; e + LANES <= E; e += LANES) *(vec *)(scores + e) = exp_vec(*(const vec *)(scores + e) - largest);
+    for (; e < E; e++) scores[e] = exp_vec(splat(scores[e] - largest))[0];
+    for (e = 0; e < E; e++) sum += scores[e];
+    const int finite = sum >= 1 && sum <= (float)E; /* the largest adds 1 */
+    for (i64 k = 0; k < m->chosen; k++) {
+        i64 best = finite ? 0 : k;
+        for (e = 1; finite && e < E; e++) best = scores[e] > scores[best] ? e : best;
+        chosen[k] = best;
+        shares[k] = finite ? scores[best] / sum : NAN;
+        total += shares[k];
+        if (finite) scores[best] = -1;
+    }
+    for (i64 k = 0; m->normed && k < m->chosen; k++) shares[k] /= total;
+}
+
+/* Order the assignments by expert. */
+static void group_rows(const Model *m, i64 rows, Routed r) {
+    const i64 all = rows * m->chosen;
+    i64 slot = 0, place = 0;
+    for (i64 e = 0; e < m->experts; e++) r.counts[e] = 0;
+    for (i64 a = 0; a < all; a++) r.counts[r.chosen[a]]++;
+    for (i64 e = 0; e < m->experts; e++) {
+        const i64 count = r.counts[e];
+        if (!count) continue;
+        r.experts[slot] = e, r.begins[slot++] = place;
+        r.counts[e] = place, place += count;
+    }
+    for (i64 s = slot; s < r.slots; s++) r.experts[s] = 0, r.begins[s] = place;
+    r.begins[r.slots] = place;
+    for (i64 a = 0; a < all; a++) {
+        r.places[a] = r.counts[r.chosen[a]]++;
+        r.rows[r.places[a]] = a / m->chosen;
+    }
+}
+
+/* Return the memory of the rounded inputs of a slot's rows. */
+static Rounded rounded_of_slot(Routed r, i64 slot, i64 inputs) {
+    const i64 begin = r.begins[slot], count = r.begins[slot + 1] - begin;
+    return rounded_at(r.rounded + rounded_size(begin, inputs), count, inputs);
+}
+
+/* Multiply the inputs of each slot, `xs` numbers apart, with the `outputs` outputs of its expert. `l` holds all experts one
+   behind the other, each in whole blocks. */
+static void project_experts(Thread *t, const Linear *l, i64 outputs, Routed r, const float *x, i64 xs, float *y) {
+    const i64 blocks = outputs / LANES;
+    PIECES(t, r.slots * blocks, TOGETHER, first, last)
+        for (i64 work = first, end; work < last; work = end) {
+            const i64 slot = work / blocks, before = slot * blocks, begin = r.begins[slot];
+            const i64 rows = r.begins[slot + 1] - begin;
+            end = before + blocks < last ? before + blocks : last;
+            if (!rows) continue;
+            const Linear own = outputs_from(l, r.experts[slot] * outputs, outputs);
+            const Rounded in = rounded_of_slot(r, slot, l->inputs);
+            float *out = y + begin * outputs;
+            if (IS_INTEGER(l)) integer_project(&own, in, rows, work - before, end - before, out, outputs, 0);
+#if NARROW
+            else
+                project_blocks(&own, (const input *)in.codes, ROW_SIZE(l->inputs), rows, work - before, end - before, out,
+                               outputs, 0);
+            (void)x, (void)xs;
+#else
+            else project_blocks(&own, x + begin * xs, xs, rows, work - before, end - before, out, outputs, 0);
+#endif
+        }
+}
+
+/* Round the inputs of all slots, `xs` numbers apart. With `h` they are copied from there first. */
+static void round_slots(Thread *t, const Linear *l, Routed r, const float *h, float *x, i64 xs) {
+    if (!h && !IS_ROUNDED(l)) return;
+    PIECES(t, r.slots, 1, first, last)
+        for (i64 slot = first; slot < last; slot++) {
+            const i64 begin = r.begins[slot], rows = r.begins[slot + 1] - begin;
+            for (i64 place = begin; h && place < begin + rows; place++)
+                memcpy(x + place * xs, h + r.rows[place] * xs, 4 * xs);
+            if (IS_ROUNDED(l) && rows) round_rows(l, x + begin * xs, xs, rows, rounded_of_slot(r, slot, l->inputs), 0, rows);
+        }
+}
+
+/* Add the MLP of a layer with routed experts to x. h and `wide` are memory for normed rows and for the shared expert. */
+static void routed_mlp(Thread *t, const Model *m, const Layer *layer, Routed r, i64 rows, Rounded in, float *x, float *h,
+                       float *wide) {
+    const i64 H = m->hidden, K = m->chosen, inner = m->expert_inner, shared = m->shared_inner;
+    norm_and_round(t, &layer->router, x, layer->before_mlp, m->eps, rows, h, in);
+    project(t, &layer->router, h, H, in, rows, r.scores, m->experts, 0);
+    PIECES(t, rows, 1, first, last)
+        for (i64 row = first; row < last; row++)
+            choose_experts(m, r.scores + row * m->experts, r.chosen + row * K, r.shares + row * K);
+    PIECES(t, 1, 1, first, last) if (first < last) group_rows(m, rows, r);
+    round_slots(t, &layer->gate_up, r, h, r.inputs, H);
+    project_experts(t, &layer->gate_up, 2 * inner, r, r.inputs, H, r.wide);
+    PIECES(t, rows * K * ((inner + LANES - 1) / LANES), 32, first, last) activate(m, inner, r.wide, first, last);
+    round_slots(t, &layer->down, r, 0, r.wide, 2 * inner);
+    project_experts(t, &layer->down, H, r, r.wide, 2 * inner, r.inputs);
+    if (shared) {
+        round_inputs(t, &layer->shared_gate, h, H, rows, in);
+        project(t, &layer->shared_gate, h, H, in, rows, r.scores, 1, 0);
+        round_inputs(t, &layer->shared_gate_up, h, H, rows, in);
+        project(t, &layer->shared_gate_up, h, H, in, rows, wide, 2 * shared, 0);
+        PIECES(t, rows * ((shared + LANES - 1) / LANES), 32, first, last) activate(m, shared, wide, first, last);
+        round_inputs(t, &layer->shared_down, wide, 2 * shared, rows, in);
+        project(t, &layer->shared_down, wide, 2 * shared, in, rows, h, H, 0);
+    }
+    PIECES(t, rows, 1, first, last)
+        for (i64 row = first; row < last; row++) {
+            float *to = x + row * H;
+            for (i64 k = 0; k < K; k++) {
+                const float share = r.shares[row * K + k], *from = r.inputs + r.places[row * K + k] * H;
+                for (i64 i = 0; i < H; i++) to[i] += share * from[i];
+            }
+            if (!shared) continue;
+            const float share = sigmoid(splat(r.scores[row]))[0];
+            for (i64 i = 0; i < H; i++) to[i] += share * h[row * H + i];
+        }
+}

@@ -1,0 +1,86 @@
+"""Quantized files of architectures with parts that Llama lacks: compiled beside torch, and plain beside drafted."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_models import MODELS, model_of, scores
+from gguf_writer import write_gguf
+from torch import Tensor
+
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 96, "head_dim": 64}
+MANY = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
+MANY_KEYS = {"expert_count": 9, "expert_used_count": 3, "expert_feed_forward_length": 256}
+SHARED, SHARED_KEYS = {"shared_expert_intermediate_size": 256}, {"expert_shared_feed_forward_length": 256}
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"}  # much as Q4_K_M
+FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
+    "granite": ("granite", MIXED, {}, {}),
+    "phi3": ("phi3", "Q8_0", {}, {}),
+    "smollm3": ("smollm3", MIXED, {}, {}),
+    "qwen2_moe": ("qwen2_moe", MIXED, MANY | SHARED, MANY_KEYS | SHARED_KEYS),
+    "qwen2_moe-F16": ("qwen2_moe", "F16", MANY | SHARED, MANY_KEYS | SHARED_KEYS),
+    "qwen3_moe": ("qwen3_moe", MIXED, MANY, MANY_KEYS),
+    "qwen3_moe-Q8_0": ("qwen3_moe", "Q8_0", MANY, MANY_KEYS),
+}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, kinds, differences, metadata = FILES[request.param]
+    path = tmp_path_factory.mktemp("file") / f"{request.param}.gguf"
+    write_gguf(path, model_of(name, **WIDE | differences), kinds, metadata=MODELS[name][1] | metadata)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(file: Path) -> Target:
+    return load_target(file, device="cpu", compile="on")
+
+
+def test_compiled_is_near_torch(file: Path, target: Target) -> None:
+    plain, differences = load_target(file, device="cpu", compile="off"), []
+    for seed in range(6):
+        tokens = torch.randint(0, 96, (1, 6), generator=torch.Generator().manual_seed(seed))
+        expected = scores(plain, tokens)[0]
+        differences += ((scores(target, tokens)[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
+    # An input halfway between two codes rounds either way, which may choose another expert.
+    assert np.median(differences) < 1e-4, differences
+
+
+def test_a_token_has_the_same_bits_alone_and_among_others(target: Target) -> None:
+    random = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 96, (20, 9), generator=random)
+    chain = torch.arange(-1, 8).expand(20, -1)
+
+    def logits(tokens: Tensor, parents: Tensor) -> Tensor:
+        slots = tokens.size(1)
+        cache = target.new_cache(len(tokens), slots).of([row * slots for row in range(len(tokens))])
+        return target.forward(tokens, parents, cache).logits
+
+    batched = logits(rows, chain)
+    for row in (0, 7):
+        assert torch.equal(logits(rows[row : row + 1], chain[:1])[0], batched[row])
+    cache = target.new_cache(1, 9)
+    for node in range(9):
+        alone = target.forward(rows[:1, node : node + 1], torch.tensor([[-1]]), cache).logits[0, 0]
+        cache.commit([[0]])
+        assert torch.equal(alone, batched[0, node]), node
+    tree = torch.tensor([[-1, 0, 0, 1, 2, 3, 4, 4, 5]])  # 0, 2, 4, 7 is a chain of its own
+    branch = logits(rows[:1, [0, 2, 4, 7]], chain[:1, :4])[0]
+    assert torch.equal(logits(rows[:1], tree)[0][[0, 2, 4, 7]], branch)
+
+
+def test_drafted_outputs_are_the_plain_ones(target: Target) -> None:
+    prompts = [[(5 * i + 3 * row) % 7 + 4 for i in range(12 + row)] for row in range(3)]
+    params = [SamplingParams(20, temperature, seed=9, ignore_eos=True) for temperature in (0.0, 0.0, 0.7)]
+    plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)
+    for drafting in (Drafting(None), Drafting(tree_budget=8)):
+        engine = Engine(target, load_drafter("lookup", target=target), max_batch_size=3, drafting=drafting)
+        assert [own.token_ids for own in engine.generate(prompts, params)] == [own.token_ids for own in plain]
