@@ -78,7 +78,7 @@ LAYOUTS = {
     "MXFP4": (8, 32, torch.float32, False, -12, 12),
     "NVFP4": (8, 16, torch.float16, False, -12, 12),
     "IQ4_NL": (8, 32, torch.float16, False, -127, 113),
-    "IQ4_XS": (8, 32, torch.int8, False, -127, 113),
+    "IQ4_XS": (8, 32, torch.float32, False, -127, 113),
     "IQ3_S": (8, 32, torch.float32, False, -15, 15),
     "IQ3_XXS": (8, 32, torch.float32, False, -62, 62),
     "IQ2_S": (8, 16, torch.float32, False, -43, 43),

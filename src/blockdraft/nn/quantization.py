@@ -1,9 +1,9 @@
 """Quantized weights, how weights are quantized, and matrix products with them in integers.
 
 A weight is `scale * codes + offset`, with a scale and an offset for each output channel and group of inputs. Inputs of
-a product are quantized to int8 with a scale for each token and group, so that a large input costs precision in its own
-group only. Sums within a group are sums of integers, which are the same in any order. So the result for a token does
-not depend on what else is computed.
+a product are quantized to int8 with a scale for each token and group, or run of groups with nested factors. So a large
+input costs precision only there. Sums within it are sums of integers, which are the same in any order. So the result
+for a token does not depend on what else is computed.
 
 `quantize_weight` rounds each number to the nearest code. `quantize_weight_gptq` is GPTQ (arXiv 2210.17323): it
 quantizes the columns of a weight one after the other, those with the largest inputs first, and adjusts the remaining
@@ -29,6 +29,8 @@ LEAST_INPUT = 1e-30  # a group whose largest number is not above this becomes 0
 GROUPS = (128, 64, 32, 16, 8)  # sizes that `best_group` chooses from, the best first
 LEAST_GROUP = GROUPS[-1]
 MOST_GROUP = 65536  # largest group whose products compiled kernels add without overflow
+MOST_NESTED = 256  # most inputs that share a unit, for the same reason
+NESTED_BASE = 32  # added to 8-bit codes of nested factors
 PIECE = 1 << 20  # codes to interleave at once
 
 
@@ -38,7 +40,7 @@ class NestedFactors:
 
     Args:
         numbers: `[out, groups]` int8.
-        unit: `[out, units]` float16, one for each run of `span` groups, a power of two.
+        unit: `[out, units]` float16, one for each run of `span` groups, a power of two from 2 on.
     """
 
     numbers: Tensor
@@ -46,7 +48,8 @@ class NestedFactors:
 
     def __post_init__(self) -> None:
         assert self.numbers.dtype == torch.int8 and self.unit.dtype == torch.float16, (self.numbers, self.unit)
-        assert self.numbers.size(1) == self.unit.size(1) * self.span and self.span.bit_count() == 1, self.unit.shape
+        assert self.numbers.size(1) == self.unit.size(1) * self.span, self.unit.shape
+        assert self.span > 1 and self.span.bit_count() == 1, self.span
 
     @property
     def span(self) -> int:
@@ -76,9 +79,10 @@ class QuantizedWeight:
     """A quantized weight `[out, in]`.
 
     Args:
-        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset.
-        scale: `[out, in / group]`.
-        offset: The same shape; None is 0. A nested offset has as many units as a nested scale.
+        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset. With 8 bits and nested
+            factors from -32 to 31.
+        scale: `[out, in / group]`. If it is nested, at most 256 inputs share a unit.
+        offset: The same shape; None is 0. It is nested if the scale is, with as many units.
         bits: 4 or 8.
     """
 
@@ -98,11 +102,19 @@ class QuantizedWeight:
             if isinstance(factors, Tensor):
                 assert factors.dtype in (torch.float16, torch.float32), f"{name} is {factors.dtype}"
         assert len(spans(self.scale, self.offset)) < 2, "the units of scale and offset are of different groups"
+        if self.offset is not None:
+            assert isinstance(self.scale, NestedFactors) == isinstance(self.offset, NestedFactors), "only one is nested"
+        assert not isinstance(self.scale, NestedFactors) or self.sharing <= MOST_NESTED, self.sharing
 
     @property
     def group(self) -> int:
         """Number of inputs that share a scale."""
         return self.codes.size(1) // self.scale.shape[1]
+
+    @property
+    def sharing(self) -> int:
+        """Number of inputs that share a factor when they are quantized."""
+        return self.group * (self.scale.span if isinstance(self.scale, NestedFactors) else 1)
 
     @property
     def shape(self) -> torch.Size:
@@ -130,7 +142,9 @@ class QuantizedWeight:
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `quantized(x) @ weight.T`, `[n, in]` to `[n, out]` float32, as the compiled kernels do."""
-        codes, factor = quantize_inputs(x, self.group)
+        codes, factor = quantize_inputs(x, self.sharing)
+        if isinstance(self.scale, NestedFactors):
+            return self._multiply_nested(codes.double().unflatten(1, (-1, self.sharing)), factor)
         out = x.new_zeros(len(x), len(self.codes))
         own_scale, own_offset = self.scale.float(), None if self.offset is None else self.offset.float()
         for number in range(own_scale.size(1)):
@@ -141,6 +155,19 @@ class QuantizedWeight:
             out = out + sums * (own_scale[:, number] * scale)
             if own_offset is not None:
                 out = out + own_offset[:, number] * (codes[:, part].sum(1, keepdim=True) * scale)
+        return out
+
+    def _multiply_nested(self, codes: Tensor, factor: Tensor) -> Tensor:
+        """Multiply codes of inputs, `[n, units, in / units]` float64, whose sums are exact, with their factors."""
+        own = self.codes.double().unflatten(1, (-1, self.group))
+        out = factor.new_zeros(len(codes), len(own))
+        for factors, times in ((self.scale, own), (self.offset, torch.ones_like(own))):
+            if not isinstance(factors, NestedFactors):
+                continue
+            scaled = (times * factors.numbers.unsqueeze(-1)).view(len(own), -1, self.sharing)
+            for number in range(factors.unit.size(1)):
+                sums = (codes[:, number] @ scaled[:, number].T).float()
+                out = out + sums * (factors.unit[:, number].float() * factor[:, number, None])
         return out
 
 
@@ -200,7 +227,10 @@ def concatenate_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         offsets.append(_map_factors(part.scale, torch.zeros_like) if offset is None else offset)
     times = [part.group // group for part in parts]
     scale = _concatenate_factors([part.scale for part in parts], times)
-    return QuantizedWeight(torch.cat(codes), scale, _concatenate_factors(offsets, times) if shifted else None, bits)
+    offset = _concatenate_factors(offsets, times) if shifted else None
+    if offset is not None and isinstance(scale, NestedFactors) != isinstance(offset, NestedFactors):
+        scale, offset = narrow(scale.float()), narrow(offset.float())
+    return QuantizedWeight(torch.cat(codes), scale, offset, bits)
 
 
 def _concatenate_factors(parts: Sequence[Factors], times: Sequence[int]) -> Factors:
@@ -239,8 +269,8 @@ class InterleavedWeight:
     """A `QuantizedWeight` packed for compiled kernels, with `lanes` output channels side by side.
 
     Args:
-        codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`; with 4 bits `[blocks, in / 8, lanes, 4]`, of each 8
-            inputs the first 4 in the low halves of bytes, from 0 to 15.
+        codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`, from 0 to 63 with nested factors; with 4 bits
+            `[blocks, in / 8, lanes, 4]`, of each 8 inputs the first 4 in the low halves of bytes, from 0 to 15.
         scale, offset: `[blocks, in / group, lanes]`, as in `QuantizedWeight`; units `[blocks, units, lanes]`.
         bits: As in `QuantizedWeight`.
         outputs: Number of output channels. The last block is padded with zeros.
@@ -258,10 +288,10 @@ class InterleavedWeight:
         count, inputs = weight.shape
         blocks = -(-count // lanes)
         words = torch.empty(blocks, inputs * weight.bits // 32, lanes, 4, dtype=torch.uint8)
-        step = max(1, PIECE // (lanes * inputs))
+        step, base = max(1, PIECE // (lanes * inputs)), _base(weight)
         for begin in range(0, blocks, step):  # pieces need little extra memory
-            codes = weight.codes[begin * lanes : (begin + step) * lanes]
-            codes = codes + 8 if weight.bits == 4 and weight.offset is None else codes
+            codes = weight.codes[begin * lanes : (begin + step) * lanes] + base
+            assert base != NESTED_BASE or not bool((codes & -2 * NESTED_BASE).any()), "codes of over 6 bits"
             piece = F.pad(codes, (0, 0, 0, -len(codes) % lanes)).view(torch.uint8)
             if weight.bits == 4:
                 low, high = piece.view(-1, lanes, inputs // 8, 2, 4).unbind(3)
@@ -307,8 +337,7 @@ class InterleavedWeight:
         """Return the output channels with these indices, `[n]` int64."""
         block, lane = index // self.codes.size(2), index % self.codes.size(2)
         codes = self.codes[block, :, lane]
-        if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], 2) - (8 if self.offset is None else 0)
+        codes = (torch.stack([codes & 15, codes >> 4], 2) if self.bits == 4 else codes) - _base(self)
         scale = _map_factors(self.scale, lambda part: part[block, :, lane])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[block, :, lane])
         return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits)
@@ -316,6 +345,13 @@ class InterleavedWeight:
     def weight(self) -> QuantizedWeight:
         """Return the weight unpacked."""
         return self.channels(torch.arange(self.outputs))
+
+
+def _base(weight: QuantizedWeight | InterleavedWeight) -> int:
+    """Return the number that is added to codes where kernels need them to be 0 or more."""
+    if weight.bits == 4:
+        return 8 if weight.offset is None else 0
+    return NESTED_BASE if isinstance(weight.scale, NestedFactors) else 0
 
 
 def _in_blocks(factors: Tensor, blocks: int, lanes: int) -> Tensor:

@@ -52,7 +52,8 @@ def weights() -> Iterator[QuantizedWeight]:
         yield own
     for bits, group, has_offset, outputs in product((4, 8), (16, 32), (False, True), (1, 149)):
         size, units = 8 * group, 3
-        codes = torch.randint(0, 8, (outputs, units * size), dtype=torch.int8, generator=generator)
+        least, most = (-32, 32) if bits == 8 else (0, 16) if has_offset else (-8, 8)
+        codes = torch.randint(least, most, (outputs, units * size), dtype=torch.int8, generator=generator)
         scale, offset = (
             NestedFactors(
                 torch.randint(-128, 128, (outputs, 8 * units), dtype=torch.int8, generator=generator),
@@ -82,6 +83,8 @@ def test_each_processor_computes_what_torch_computes(processor: str, lanes: int,
         torch.testing.assert_close(alone, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
         for rows in ROWS:
             assert torch.equal(layer(x[:rows]), alone[:rows]), (own.bits, own.group, rows)
+        if isinstance(own.scale, NestedFactors):
+            continue
         offset = None if own.offset is None else own.offset.float()
         wide = PackedLinear(QuantizedWeight(own.codes, own.scale.float(), offset, own.bits), layer.bias)
         wide.pack(library)
@@ -104,6 +107,16 @@ def test_extreme_codes_do_not_overflow(tmp_path: Path) -> None:
                 assert torch.equal(
                     layer(torch.full((3, 256), sign * 127)), torch.full((3, 20), sign * 127 * 256 * code)
                 )
+    for bits, group, code, scale in product((4, 8), (16, 32), (0, 1), (-128, 127)):  # the least and the largest code
+        codes = torch.full((20, 256), ((-8, 7) if bits == 4 else (-32, 31))[code], dtype=torch.int8)
+        numbers = torch.full((20, 256 // group), scale, dtype=torch.int8)
+        unit = torch.ones(20, 1, dtype=torch.float16)
+        own = QuantizedWeight(codes, NestedFactors(numbers, unit), None, bits)
+        layer = PackedLinear(own)
+        layer.pack(library)
+        for sign in (-1.0, 1.0):
+            exact = torch.full((3, 20), sign * 127 * 256 * float(codes[0, 0]) * scale)
+            assert torch.equal(layer(torch.full((3, 256), sign * 127)), exact)
 
 
 @pytest.mark.slow

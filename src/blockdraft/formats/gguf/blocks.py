@@ -138,10 +138,10 @@ def _iq4_nl(raw: Tensor) -> QuantizedWeight:
 
 
 def _iq4_xs(raw: Tensor) -> QuantizedWeight:
-    """Read IQ4_XS: 8 groups of 32 values per block, with 6-bit scales."""
+    """Read IQ4_XS: 8 groups of 32 values per block, with 6-bit scales. Codes of nested factors are smaller."""
     scales = _numbers(raw[..., 4:8], 4, 1) | _numbers(raw[..., 2:4], 2, 1) << 4
     codes = _by_table(IQ4_NL.kvalues, _numbers(raw[..., 8:], 4, 16))
-    return _weight(codes, _nested(scales - 32, _halves(raw[..., :2])), None, 8)
+    return _weight(codes, (scales - 32) * _halves(raw[..., :2]).float(), None, 8)
 
 
 def _mxfp4(raw: Tensor) -> QuantizedWeight:

@@ -8,8 +8,8 @@
 
 /* weight: [blocks, inputs, LANES] of floats; with 8 bits [blocks, inputs / 4, LANES, 4]; with 4 bits [blocks,
    inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes. scale, and offset or null: [blocks,
-   inputs / group, LANES], each FLOAT32, FLOAT16, or INT8 times a unit, FLOAT16 [blocks, inputs / group / span, LANES].
-   bias: [blocks * LANES] or null. */
+   inputs / group, LANES], each FLOAT32 or FLOAT16. If span is not 0 they are nested: INT8 times a unit, FLOAT16 [blocks,
+   inputs / group / span, LANES], and codes of 8 bits are from 0 to 63 and mean 32 less. bias: [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
     FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const void *, offset)           \
     FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \
@@ -108,7 +108,7 @@ const Field *fields(void) {
     P(LOGITS, "logits are wanted of a node that is not there, or of more nodes than there are")           \
     P(TOKENS, "a token lies outside the embedding")                                                       \
     P(KIND, "a weight is of a kind that this library was not built for, or its scales or offsets are, or it has no scale") \
-    P(GROUP, "the groups of a weight are no multiples of 8, too large, or do not divide its inputs")                 \
+    P(GROUP, "the groups of a weight are no multiples of 8, too large, or do not divide its inputs")       \
     P(MEMORY, "there is not enough memory")
 #define CODE(name, words) name,
 #define WORDS(name, words) words,
@@ -123,6 +123,7 @@ const char *problem(i64 code) {
 #define MOST ((i64)1 << 31) /* largest count, so that no product of counts overflows */
 #define MOST_GROUP 65536 /* inputs of the largest group, so that no sum of their products overflows */
 #define MOST_CHOSEN 1024 /* experts that a row chooses */
+#define MOST_NESTED 256 /* inputs of nested scales that share a unit, for the same reason */
 #define MOST_HEAD 1024 /* numbers of the largest head in 8 bits, so that no score overflows */
 #define REFUSE(condition, code) if (condition) return -(code)
 
@@ -142,8 +143,7 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
 
 /* Return whether scales or offsets of this kind can be read. */
 static int are_factors(const Linear *l, i64 kind, const void *unit) {
-    if (kind != INT8) return kind == FLOAT32 || kind == FLOAT16;
-    return unit && l->span > 0 && !(l->span & (l->span - 1)) && l->inputs / l->group % l->span == 0;
+    return l->span ? kind == INT8 && unit : kind == FLOAT32 || kind == FLOAT16;
 }
 
 static i64 check_kind(const Linear *l) {
@@ -151,6 +151,8 @@ static i64 check_kind(const Linear *l) {
     if (l->kind == WEIGHT) return 0;
     REFUSE(!INTEGERS || (l->kind != INT8 && l->kind != INT4) || !l->scale, KIND);
     REFUSE(l->group < 8 || l->group % 8 || l->group > MOST_GROUP || l->inputs % l->group, GROUP);
+    REFUSE(l->span < 0 || l->span % 2 || l->span > MOST_NESTED / l->group, GROUP);
+    REFUSE(l->span && (l->group % 16 || l->inputs / l->group % l->span), GROUP);
     REFUSE(!are_factors(l, l->scale_kind, l->scale_unit), KIND);
     REFUSE(l->offset && !are_factors(l, l->offset_kind, l->offset_unit), KIND);
     return 0;

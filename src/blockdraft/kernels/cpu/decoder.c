@@ -12,16 +12,16 @@ static void norm_rows(const float *x, const float *weight, float eps, i64 size, 
     for (i64 row = first; row < last; row++) rms_norm(x + row * size, weight, eps, size, y + row * size, add);
 }
 
-/* Norm rows of x to h, and round them for a product. Where threads share groups, each computes the factors of all rows. */
+/* Norm rows of x to h, and round them for a product. Where threads share them, each computes the factors of all rows. */
 static void norm_and_round(Thread *t, const Linear *l, const float *x, const float *weight, float eps, i64 rows, float *h,
                            Rounded in) {
     const i64 H = l->inputs;
     if (rows > 1 && by_groups(t, l, rows)) {
-        const i64 groups = H / l->group;
-        PIECES(t, groups, groups, first, last) {
+        const i64 size = SHARING(l), factors = H / size;
+        PIECES(t, factors, factors, first, last) {
             for (i64 row = 0; row < rows; row++) {
                 const float factor = norm_factor(x + row * H, eps, H);
-                for (i64 i = row * H + first * l->group; i < row * H + last * l->group; i++)
+                for (i64 i = row * H + first * size; i < row * H + last * size; i++)
                     h[i] = x[i] * factor * weight[i - row * H];
             }
             round_groups(l, h, H, rows, in, 0, rows, first, last);
@@ -245,7 +245,7 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
         int8_t *to = (int8_t *)call->store + at;
         float factor;
         int32_t sum;
-        round_group(x, D, to, 4, &factor, &sum);
+        round_group(x, D, D, to, 4, &factor, &sum);
         memcpy(to + D, &factor, 4);
     }
     for (i64 i = 0; STORE != INT8 && i < D; i++) store_one(call->store, at + i, STORE, x[i]);
@@ -662,7 +662,8 @@ static void fill_context(Thread *t, const void *argument) {
     for (i64 index = 0; index < m->num_layers; index++) {
         const Linear part = outputs_from(&m->layers[index].qkv, queries, width);
         const Linear *before = index ? &m->layers[index - 1].qkv : 0;
-        if (!before || part.group != before->group || part.kind != before->kind) round_inputs(t, &part, h, H, rows, in);
+        if (!before || SHARING(&part) != SHARING(before) || part.group != before->group || part.kind != before->kind)
+            round_inputs(t, &part, h, H, rows, in);
         project(t, &part, h, H, in, rows, keys_values + index * rows * width, width, 0);
     }
     for (i64 index = 0; index < m->num_layers; index++)

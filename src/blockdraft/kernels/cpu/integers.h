@@ -1,5 +1,6 @@
-/* Products of quantized weights with inputs rounded to int8. nn/quantization.py has a slow twin. Sums within a group of
-   inputs are of integers, so their order does not matter. Groups are added up in order. */
+/* Products of quantized weights with inputs rounded to int8. nn/quantization.py has a slow twin. Inputs that share a factor
+   are a group, or with nested scales a run of groups. Their sums are of integers, so their order does not matter. Sums of
+   several are added up in order. */
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
@@ -18,13 +19,15 @@ typedef __m128i register_;
 
 #if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES < 16 && defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_epi32)((register_)(sum), (register_)(w), (register_)(x))
+#define DOT2(sum, w, x) (ints)WIDE(dpwssd_epi32)((register_)(sum), (register_)(w), (register_)(x))
 #define SHIFTED 128 /* added to codes of 8 bits, since the instruction takes unsigned ones */
 #elif LANES < 16 && defined(__AVXVNNI__)
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_avx_epi32)((register_)(sum), (register_)(w), (register_)(x))
+#define DOT2(sum, w, x) (ints)WIDE(dpwssd_avx_epi32)((register_)(sum), (register_)(w), (register_)(x))
 #define SHIFTED 128
 #elif (LANES == 16 && defined(__AVX512BW__)) || (LANES == 8 && defined(__AVX2__)) || (LANES == 4 && defined(__SSSE3__))
 #define PAIRS(w, x) (shorts)WIDE(maddubs_epi16)((register_)(w), (register_)(x))
-#define FOURS(pairs) (ints)WIDE(madd_epi16)((register_)(pairs), (register_)((shorts){} + 1))
+#define DOT2(sum, w, x) ((sum) + (ints)WIDE(madd_epi16)((register_)(w), (register_)(x)))
 #elif LANES == 4 && defined(__ARM_FEATURE_DOTPROD)
 #define DOT4(sum, w, x) (ints)vdotq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x))
 #endif
@@ -41,6 +44,11 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #define DOT4(sum, w, x) dot4(sum, (signed_codes)(w), (signed_codes)(x))
 #endif
 
+/* sum[lane] + w[lane][0..1] . x[lane][0..1]; w and x hold 2 numbers of 16 bits for each lane. */
+#ifndef DOT2
+#define DOT2(sum, w, x) ((sum) + ((w) << 16 >> 16) * ((x) << 16 >> 16) + ((w) >> 16) * ((x) >> 16))
+#endif
+
 /* Maximum rows that are multiplied at once: as many as fit into registers. */
 #if LANES == 16 || defined(__ARM_NEON)
 #define TILE_ROWS 8
@@ -49,25 +57,35 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #endif
 
 /* Rounded inputs. For quantized weights, rows are split evenly into `TILES(rows)` tiles. A tile of R rows has codes
-   [inputs / 4, R, 4], so that one step reads adjacent memory, and [groups, R] of the others. For other weights, with
-   NARROW, `codes` points to `input` [rows, ROW_SIZE(inputs)]. */
+   [inputs / 4, R, 4], so that one step reads adjacent memory. Factors are [inputs / SHARING(l), R]. `starts` and `products`
+   are [groups, R]; with nested scales the place of `products` holds int16 [groups / 2, R, 2], sums of codes. For other
+   weights, with NARROW, `codes` points to `input` [rows, ROW_SIZE(inputs)]. */
 typedef struct {
     int8_t *codes;
     float *factors, *products; /* of codes; factors times sums of codes */
-    int32_t *sums; /* of codes */
+    int32_t *starts; /* sums of codes times -BASE: sums of products with codes that BASE was added to begin with this */
 } Rounded;
+
+#define SHARING(l) ((l)->group * ((l)->span ? (l)->span : 1)) /* inputs that share a factor */
+#define BASE(l) ((l)->kind == INT4 ? (l)->offset ? 0 : 8 : (l)->span ? 32 : SHIFTED) /* makes codes positive */
 
 #define TILES(rows) (((rows) + TILE_ROWS - 1) / TILE_ROWS)
 #define TILE_BEGIN(rows, tile) ((rows) * (tile) / TILES(rows))
 
-#define TOGETHER (64 / LANES) /* blocks whose weights fit into the cache while all rows are multiplied with them */
+#define TOGETHER (64 / LANES) /* least blocks of a piece */
+#define CACHED 131072 /* bytes of weights that stay in the cache while all tiles are multiplied with them */
 
 #define ROUNDING 12582912.0f /* adding it rounds to the nearest integer, ties to even */
 
 /* Return the larger absolute values of two vectors, as bits, in whose order NaN comes last. */
 INLINE ints larger_bits(ints most, vec x) {
-    const ints here = (ints)x & 0x7fffffff, larger = here > most;
+    const ints here = (ints)x & 0x7fffffff;
+#if defined(__AVX2__) && LANES > 4 /* gcc does not find this instruction */
+    return (ints)WIDE(max_epi32)((register_)here, (register_)most);
+#else
+    const ints larger = here > most;
     return (here & larger) | (most & ~larger);
+#endif
 }
 
 /* Return the scale of integers of up to `limit` for numbers whose largest absolute value is in `most`: 0 if that is 0, NaN if
@@ -100,29 +118,32 @@ INLINE ints rounded_codes(vec x, float inverse) {
     return ((ints)(x * inverse + ROUNDING) - 0x4b400000) & (inverse ? -1 : 0);
 }
 
-/* Round one group of one row. Each 4 codes begin `apart` bytes after the last 4. A number that is not finite makes the factor
-   NaN. */
-static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *factor, int32_t *total) {
-    const i64 whole = size / LANES * LANES;
+/* Round one row's inputs of one factor. Each 4 codes begin `apart` bytes after the last 4. A number that is not finite makes
+   the factor NaN. `sums` gets the sums of each `part` codes. */
+static void round_group(const float *x, i64 size, i64 part, int8_t *to, i64 apart, float *factor, int32_t *sums) {
     float inverse;
-    ints most = {}, sums = {};
-    for (i64 i = 0; i < whole; i += LANES) most = larger_bits(most, *(const vec *)(x + i));
-    for (i64 i = whole; i < size; i++) most = larger_bits(most, splat(x[i]));
+    ints most = {};
+    i64 i = 0;
+    for (; i + LANES <= size; i += LANES) most = larger_bits(most, *(const vec *)(x + i));
+    for (; i < size; i++) most = larger_bits(most, splat(x[i]));
     *factor = scale_of(most, 127, &inverse);
-    *total = 0;
-    for (i64 i = 0; i < whole; i += LANES) {
-        const ints code = rounded_codes(*(const vec *)(x + i), inverse);
-        sums += code;
-        small_codes small = __builtin_convertvector(code, small_codes);
-        if (apart == 4) *(small_codes *)(to + i) = small;
-        else
-            for (int k = 0; k < LANES; k += 4) memcpy(to + (i + k) / 4 * apart, (const int8_t *)&small + k, 4);
-    }
-    *total += int_sum(sums);
-    for (i64 i = whole; i < size; i++) {
-        float code = inverse ? x[i] * inverse + ROUNDING - ROUNDING : 0;
-        to[i / 4 * apart + i % 4] = (int8_t)code;
-        *total += (int32_t)code;
+    for (i64 begin = 0; begin < size; begin += part) {
+        ints sum = {};
+        for (i = begin; i + LANES <= begin + part; i += LANES) {
+            const ints code = rounded_codes(*(const vec *)(x + i), inverse);
+            sum += code;
+            small_codes small = __builtin_convertvector(code, small_codes);
+            if (apart == 4) *(small_codes *)(to + i) = small;
+            else
+                for (int k = 0; k < LANES; k += 4) memcpy(to + (i + k) / 4 * apart, (const int8_t *)&small + k, 4);
+        }
+        *sums = int_sum(sum);
+        for (; i < begin + part; i++) {
+            float code = inverse ? x[i] * inverse + ROUNDING - ROUNDING : 0;
+            to[i / 4 * apart + i % 4] = (int8_t)code;
+            *sums += (int32_t)code;
+        }
+        sums++;
     }
 }
 
@@ -156,32 +177,37 @@ static void narrow_row(const float *x, i64 size, int in_order, input *to) {
 }
 #endif
 
-/* Return whether threads share the groups of all rows. Codes of rows lie side by side, so threads that share the rows of a
+/* Return whether threads share the factors of all rows. Codes of rows lie side by side, so threads that share the rows of a
    tile would write to the same cache lines, which is slow. */
 static int by_groups(const Thread *t, const Linear *l, i64 rows) {
-    return IS_INTEGER(l) && rows < TILE_ROWS * t->threads && rows <= l->inputs / l->group;
+    return IS_INTEGER(l) && rows < TILE_ROWS * t->threads && TILES(rows) < l->inputs / SHARING(l);
 }
 
-/* Round the groups from `first` to `last` of the rows from `begin` to `end`. */
+/* Round the inputs of the factors from `first` to `last`, of the rows from `begin` to `end`. */
 static void round_groups(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, i64 begin, i64 end, i64 first,
                          i64 last) {
-    const i64 group = l->group, groups = l->inputs / group;
+    const i64 size = SHARING(l), factors = l->inputs / size;
     for (i64 tile = 0; tile < TILES(rows); tile++) {
         const i64 of_tile = TILE_BEGIN(rows, tile), R = TILE_BEGIN(rows, tile + 1) - of_tile;
         const i64 from = begin > of_tile ? begin : of_tile, to = end < of_tile + R ? end : of_tile + R;
-        for (i64 g = first; g < last; g++)
+        for (i64 f = first; f < last; f++)
             for (i64 row = from; row < to; row++) {
-                const i64 at = of_tile * groups + g * R + row - of_tile;
-                int8_t *own = in.codes + of_tile * l->inputs + g * group * R + (row - of_tile) * 4;
-                round_group(x + row * xs + g * group, group, own, 4 * R, in.factors + at, in.sums + at);
-                in.products[at] = in.factors[at] * (float)in.sums[at];
+                const i64 at = of_tile * factors + f * R + row - of_tile;
+                int8_t *own = in.codes + of_tile * l->inputs + f * size * R + (row - of_tile) * 4;
+                int32_t sums[MOST_NESTED / 8];
+                round_group(x + row * xs + f * size, size, l->group, own, 4 * R, in.factors + at, sums);
+                const i64 count = l->span ? l->span : 1, first_group = (of_tile * factors + f * R) * count + row - of_tile;
+                int16_t *pairs = (int16_t *)in.products + (of_tile * factors + f * R) * count + 2 * (row - of_tile);
+                for (i64 g = 0; g < count; g++) in.starts[first_group + g * R] = -BASE(l) * sums[g];
+                for (i64 g = 0; g < l->span; g++) pairs[g / 2 * 2 * R + g % 2] = (int16_t)sums[g];
+                if (!l->span) in.products[at] = in.factors[at] * (float)sums[0];
             }
     }
 }
 
 /* Round the rows from `first` to `last` for a product, where IS_ROUNDED. */
 static void round_rows(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, i64 first, i64 last) {
-    if (IS_INTEGER(l)) round_groups(l, x, xs, rows, in, first, last, 0, l->inputs / l->group);
+    if (IS_INTEGER(l)) round_groups(l, x, xs, rows, in, first, last, 0, l->inputs / SHARING(l));
 #if NARROW
     else
         for (i64 row = first; row < last; row++)
@@ -193,7 +219,8 @@ static void round_rows(const Linear *l, const float *x, i64 xs, i64 rows, Rounde
 static void round_inputs(Thread *t, const Linear *l, const float *x, i64 xs, i64 rows, Rounded in) {
     if (!IS_ROUNDED(l)) return;
     if (by_groups(t, l, rows))
-        PIECES(t, l->inputs / l->group, 8, first, last) round_groups(l, x, xs, rows, in, 0, rows, first, last);
+        PIECES(t, l->inputs / SHARING(l), (255 + SHARING(l)) / SHARING(l), first, last)
+            round_groups(l, x, xs, rows, in, 0, rows, first, last);
     else PIECES(t, rows, TILE_ROWS, first, last) round_rows(l, x, xs, rows, in, first, last);
 }
 
@@ -218,10 +245,8 @@ INLINE vec load_halves(const uint16_t *half) {
 }
 
 /* Load scales or offsets of LANES outputs. */
-INLINE vec load_factors(const void *factors, i64 at, i64 kind, vec unit) {
-    if (kind == FLOAT32) return *(const vec *)((const float *)factors + at);
-    if (kind == FLOAT16) return load_halves((const uint16_t *)factors + at);
-    return load(factors, at, INT8) * unit;
+INLINE vec load_factors(const void *factors, i64 at, i64 kind) {
+    return kind == FLOAT32 ? *(const vec *)((const float *)factors + at) : load_halves((const uint16_t *)factors + at);
 }
 
 static float one_factor(const void *factors, i64 at, i64 kind, const uint16_t *unit, i64 unit_at) {
@@ -238,6 +263,8 @@ INLINE ints spread(const int8_t *four) {
 }
 
 #ifdef PAIRS
+#define ONES ((shorts){} + 1)
+
 /* `group_sums` for at most 32 inputs. */
 INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, ints *sums, const int BITS, const int R) {
     shorts pairs[8]; /* with 4 bits: 16 bits hold twice 8 products of at most 15 * 127 */
@@ -264,11 +291,39 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
 #else
             here = (ints)WIDE(sign_epi8)((register_)here, (register_)own);
 #endif
-            sums[r] += FOURS(PAIRS(largest, here));
+            sums[r] = DOT2(sums[r], PAIRS(largest, here), ONES);
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R && BITS == 4; r++) sums[r] += FOURS(pairs[r]);
+    for (int r = 0; r < R && BITS == 4; r++) sums[r] = DOT2(sums[r], pairs[r], ONES);
+}
+
+/* Add the products of a group's codes with the codes of R rows, and with `has_base` what they start with, times the group's
+   scales, to `sums`. Codes of 8 bits are below 64, so 16 bits hold 4 of their products, or 8 with 4 bits. */
+INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32_t *starts, int has_base, i64 size,
+                       ints scale, ints *sums, const int BITS, const int R) {
+    const ints twice = (scale & 0xffff) | scale << 16;
+    for (const int8_t *end = x + size * R; x < end; x += 64 / BITS * R) {
+        shorts pairs[8];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) pairs[r] = (shorts){};
+#pragma GCC unroll 2
+        for (int k = 0; k < 64 / BITS; k += 32 / BITS, w += 4 * LANES) {
+            codes own = *(const codes *)w;
+            __builtin_prefetch(w + ahead, 0, 2);
+            codes low = own & (uint8_t)(BITS == 4 ? 15 : 255), high = (codes)((shorts)own >> 4) & 15;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                pairs[r] += PAIRS(low, spread(x + k * R + r * 4));
+                if (BITS == 4) pairs[r] += PAIRS(high, spread(x + (k + 4) * R + r * 4));
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r] = DOT2(sums[r], pairs[r], twice);
+    }
+    if (!has_base) return;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[r] += (starts[r] - (ints){}) * scale;
 }
 #endif
 
@@ -289,9 +344,12 @@ INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, c
 }
 #endif
 
-/* Add the products of a group's codes with the codes of R rows to `sums`. Weights `ahead` bytes further are prefetched. */
-INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
+/* Add the products of a group's codes with the codes of R rows to `sums`. The highest bit of codes is changed where `shift`
+   is 128. Weights `ahead` bytes further are prefetched. */
+INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, ints *sums, const int BITS, const int shift,
+                       const int R) {
 #ifdef PAIRS
+    (void)shift;
     i64 i = 0;
     for (; i + 32 <= size; i += 32) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, 32, sums, BITS, R);
     if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, (int)(size - i), sums, BITS, R);
@@ -307,62 +365,103 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, i
     for (i64 i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
         codes own = *(const codes *)w;
         __builtin_prefetch(w + ahead, 0, 2);
-        codes low = BITS == 4 ? own & 15 : own ^ SHIFTED, high = (codes)((shorts)own >> 4) & 15;
+        codes low = BITS == 4 ? own & 15 : own ^ (uint8_t)shift, high = (codes)((shorts)own >> 4) & 15;
 #pragma GCC unroll 8
-        for (int r = begun; r < R; r++) {
-            sums[r] = DOT4(sums[r], low, spread(x + i * R + r * 4));
-            if (BITS == 4) sums[r] = DOT4(sums[r], high, spread(x + (i + 4) * R + r * 4));
-        }
+        for (int r = begun; r < R; r++) sums[r] = DOT4(sums[r], low, spread(x + i * R + r * 4));
+#pragma GCC unroll 8
+        for (int r = begun; r < R && BITS == 4; r++) sums[r] = DOT4(sums[r], high, spread(x + (i + 4) * R + r * 4));
     }
 #endif
 }
 
+#ifndef PAIRS
+INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32_t *starts, int has_base, i64 size,
+                       ints scale, ints *sums, const int BITS, const int R) {
+    (void)has_base; /* loading zeros takes no longer than setting them */
+    ints own[TILE_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) own[r] = starts[r] - (ints){};
+    group_sums(w, ahead, x, size, own, BITS, 0, R);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[r] += own[r] * scale;
+}
+#endif
+
+/* `integer_tile` with nested scales. Sums of groups are multiplied with the scales' integers before they are added. */
+INLINE void nested_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *totals, const int BITS, const int R) {
+    const i64 group = l->group, span = l->span, groups = l->inputs / group, bytes = group * LANES * BITS / 8;
+    const i64 numbers_ahead = ahead / bytes * LANES;
+    const uint8_t *w = (const uint8_t *)l->weight + block * groups * bytes;
+    const int8_t *scale = (const int8_t *)l->scale + block * groups * LANES;
+    const int8_t *offset = l->offset ? (const int8_t *)l->offset + block * groups * LANES : 0;
+    const int16_t *pairs = (const int16_t *)in.products;
+    const int has_base = BITS == 8 || !offset;
+    for (i64 g = 0, unit = block * (groups / span) * LANES; g < groups; g += span, unit += LANES) {
+        ints sums[TILE_ROWS], shifts[TILE_ROWS];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r] = shifts[r] = (ints){};
+        for (i64 i = 0; i < span * LANES; i += 64) {
+            __builtin_prefetch(scale + g * LANES + i + numbers_ahead, 0, 2);
+            if (offset) __builtin_prefetch(offset + g * LANES + i + numbers_ahead, 0, 2);
+        }
+        for (i64 k = g; k < g + span; k++)
+            add_scaled(w + k * bytes, ahead, in.codes + k * group * R, in.starts + k * R, has_base, group,
+                       load_codes(scale + k * LANES), sums, BITS, R);
+        for (i64 k = g; offset && k < g + span; k += 2) {
+            const int8_t *two = offset + k * LANES;
+            const ints pair = (load_codes(two) & 0xffff) | load_codes(two + LANES) << 16;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) shifts[r] = DOT2(shifts[r], pair, spread((const int8_t *)(pairs + k * R + 2 * r)));
+        }
+        const vec scale_unit = load_halves(l->scale_unit + unit);
+        const vec offset_unit = offset ? load_halves(l->offset_unit + unit) : (vec){};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            vec sum = __builtin_convertvector(sums[r], vec) * scale_unit;
+            if (offset) sum = FMA(__builtin_convertvector(shifts[r], vec), offset_unit, sum);
+            totals[r] = FMA(sum, splat(in.factors[g / span * R + r]), totals[r]);
+        }
+    }
+}
+
+/* `integer_tile` with scales that are not nested. */
+INLINE void flat_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *totals, const int BITS, const int R) {
+    const i64 group = l->group, groups = l->inputs / group, bytes = group * LANES * BITS / 8;
+    const uint8_t *w = (const uint8_t *)l->weight + block * groups * bytes;
+    for (i64 g = 0; g < groups; g++) {
+        const i64 at = (block * groups + g) * LANES;
+        ints sums[TILE_ROWS];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r] = in.starts[g * R + r] - (ints){};
+        group_sums(w + g * bytes, ahead, in.codes + g * group * R, group, sums, BITS, SHIFTED, R);
+        const vec scale = load_factors(l->scale, at, l->scale_kind);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+            totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(in.factors[g * R + r]), totals[r]);
+        if (!l->offset) continue;
+        const vec offset = load_factors(l->offset, at, l->offset_kind);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) totals[r] = FMA(offset, splat(in.products[g * R + r]), totals[r]);
+    }
+}
+
 /* `tile` for one block of outputs and a tile of `in`. Several blocks at once are slower, since one stream of memory is
    prefetched best. */
-INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 ys, int add, const int BITS,
+INLINE void integer_tile(const Linear *l, Rounded in, i64 block, i64 ahead, float *y, i64 ys, int add, const int BITS,
                          const int R) {
-    const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
-    const uint8_t *w = (const uint8_t *)l->weight + block * ahead;
-    const int base = BITS == 8 ? SHIFTED : 8; /* added to the codes for the instruction */
-    const i64 span = l->span ? l->span : groups; /* groups that share units */
-    i64 unit = block * (groups / span) * LANES;
     vec totals[TILE_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) totals[r] = (vec){};
-    for (i64 begin = 0; begin < groups; begin += span, unit += LANES) {
-        const vec scale_unit = l->scale_unit ? load_halves(l->scale_unit + unit) : (vec){};
-        const vec offset_unit = l->offset_unit ? load_halves(l->offset_unit + unit) : (vec){};
-        for (i64 g = begin; g < begin + span; g++) {
-            const i64 at = (block * groups + g) * LANES;
-            ints sums[TILE_ROWS];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sums[r] = (ints){};
-            group_sums(w + g * group * LANES * BITS / 8, ahead, in.codes + g * group * R, group, sums, BITS, R);
-            if (base && (BITS == 8 || !l->offset)) {
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) sums[r] -= (in.sums[g * R + r] - (ints){}) * base;
-            }
-            const vec scale = load_factors(l->scale, at, l->scale_kind, scale_unit);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-                totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(in.factors[g * R + r]), totals[r]);
-            if (!l->offset) continue;
-            const vec offset = load_factors(l->offset, at, l->offset_kind, offset_unit);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) totals[r] = FMA(offset, splat(in.products[g * R + r]), totals[r]);
-        }
-    }
+    if (l->span) nested_tile(l, in, block, ahead, totals, BITS, R);
+    else flat_tile(l, in, block, ahead, totals, BITS, R);
     for (int r = 0; r < R; r++) put_sums(l, totals[r], block * LANES, y + r * ys, add);
 }
 
 #if INTEGERS
-#define INTEGER_TILE(BITS, R)                                                                             \
-    case BITS * 16 + R:                                                                                   \
-        for (; block < last; block++) integer_tile(l, in, block, y, ys, add, BITS, R);                    \
-        break;
+#define INTEGER_TILE(BITS, R) case BITS * 16 + R: integer_tile(l, in, block, ahead, y, ys, add, BITS, R); break;
 
-/* Multiply a tile of R rows with the blocks from `block` to `last`. */
-static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, float *y, i64 ys, int add, int R) {
+/* Multiply a tile of R rows with a block. */
+static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 ahead, float *y, i64 ys, int add, int R) {
     switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
         INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
         INTEGER_TILE(8, 1) INTEGER_TILE(8, 2) INTEGER_TILE(8, 3) INTEGER_TILE(8, 4)
@@ -373,15 +472,22 @@ static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, floa
     }
 }
 
-/* `project` for quantized weights and the blocks of outputs from `first` to `last`. */
+/* `project` for quantized weights and the blocks of outputs from `first` to `last`. All tiles are multiplied with some blocks
+   that fit into the cache, while the next ones are prefetched. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
-    const i64 tiles = TILES(rows), together = tiles > 1 ? TOGETHER : last - first, groups = l->inputs / l->group;
-    for (i64 block = first; block < last; block += together) {
-        const i64 end = block + together < last ? block + together : last;
+    const i64 tiles = TILES(rows), factors = l->inputs / SHARING(l), bytes = l->inputs * LANES / (l->kind == INT4 ? 2 : 1);
+    const i64 most = tiles > 1 && bytes < CACHED ? CACHED / bytes : 1;
+    for (i64 begin = first, count; begin < last; begin += count) {
+        count = most < last - begin ? most : last - begin;
         for (i64 tile = 0; tile < tiles; tile++) {
-            const i64 row = TILE_BEGIN(rows, tile), R = TILE_BEGIN(rows, tile + 1) - row, at = row * groups;
-            const Rounded of_tile = {in.codes + row * l->inputs, in.factors + at, in.products + at, in.sums + at};
-            integer_tiles(l, of_tile, block, end, y + row * ys, ys, add, (int)R);
+            const i64 row = TILE_BEGIN(rows, tile), R = TILE_BEGIN(rows, tile + 1) - row, at = row * factors;
+            const i64 groups = at * (l->span ? l->span : 1);
+            const Rounded own = {in.codes + row * l->inputs, in.factors + at,
+                                 in.products + (l->span ? groups / 2 : groups), in.starts + groups};
+            for (i64 k = 0; k < count; k++) { /* each tile prefetches other blocks */
+                const i64 ahead = tile == k * tiles / count ? count * bytes : 0;
+                integer_tiles(l, own, begin + k, ahead, y + row * ys, ys, add, (int)R);
+            }
         }
     }
 }
@@ -394,7 +500,7 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i6
 /* Write the weights of one output, times `factor`, to `to`. */
 static void integer_row(const Linear *l, i64 output, float factor, float *to) {
     const i64 lane = output % LANES, groups = l->inputs / l->group, block = output / LANES;
-    const int is4 = l->kind == INT4, base = is4 && !l->offset ? 8 : 0;
+    const int is4 = l->kind == INT4, base = is4 || l->span ? BASE(l) : 0;
     const uint8_t *w = (const uint8_t *)l->weight + block * l->inputs * LANES / (is4 ? 2 : 1);
     for (i64 i = 0; i < l->inputs; i++) {
         const i64 g = i / l->group, at = (block * groups + g) * LANES + lane, k = i % 8;
