@@ -429,7 +429,7 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.strange = p.own + threads * p.own_size;
     p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
     p.routed = p.rounded + (rounds(m) ? rounded_size(rows, widest_input(m)) : 0);
-    p.routed += p.routed % 2;
+    if (m->experts) p.routed += p.routed % 2; /* integers of 8 bytes come first */
     p.end = p.routed + routed_places(m, rows).end;
     return p;
 }
