@@ -1,9 +1,11 @@
 """Benchmark the compiled kernels.
 
 `products` times quantized and bfloat16 matrix products by number of rows, `contexts` forward passes behind long
-contexts, and `mapped` forward passes with weights mapped from the cache folder and with weights in memory.
+contexts, and `mapped` forward passes with weights mapped from the cache folder and with weights in memory. `ceilings`
+prints how fast the machine reads memory, and how fast it multiplies codes in its nearest cache.
 
     python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4|8|16] [--group 128] [--rows 1,4,8]
+    python -m benchmarks.compiled ceilings [--processors native,x86-64-v3]
     python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4]
     python -m benchmarks.compiled contexts --target MODEL [--processors native,x86-64-v3] [--contexts 256] [--nodes 1,5]
     python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
@@ -14,11 +16,14 @@ Runs are interleaved; times are in milliseconds, minimum / median.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
 import tempfile
 from collections.abc import Callable
+from ctypes import c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -32,8 +37,8 @@ from benchmarks.harness.models import forward_calls
 from benchmarks.sizes.widen import TARGET, widen
 from blockdraft.kernels.cpu import build
 from blockdraft.kernels.cpu.build import begun
-from blockdraft.kernels.cpu.library import Library
-from blockdraft.kernels.cpu.sources import PARALLEL, VECTORS, command, defines
+from blockdraft.kernels.cpu.library import Library, Pool
+from blockdraft.kernels.cpu.sources import PARALLEL, SOURCE, VECTORS, command, defines
 from blockdraft.kernels.cpu.weight_cache import SWITCH
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight
@@ -41,17 +46,43 @@ from blockdraft.targets import Target, load_target
 
 HIDDEN, INNER, LAYERS = 1536, 4608, 8
 SHAPES = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))  # inputs, outputs
+CEILINGS = Path(__file__).with_name("ceilings.c")
+READ_BYTES = 1 << 29
 Calls: TypeAlias = dict[tuple[str, str], Callable[[], Any]]
+
+
+def compiled(folder: Path, processor: str, dtype: torch.dtype = torch.float32, source: Path = SOURCE) -> Path:
+    """Compile a source for a processor, and return the path of the library."""
+    out, chosen = folder / f"{processor}.so", defines(dtype, dtype, dtype, 16, True)
+    options = [f"-march={processor}", f"-I{SOURCE.parent}", *VECTORS, *PARALLEL, *chosen]
+    words = command("gcc", out, *options)
+    subprocess.run([str(source) if word == str(SOURCE) else word for word in words], check=True)
+    return out
+
+
+def ceilings(options: argparse.Namespace, folder: Path) -> Calls:
+    memory, times = torch.ones(READ_BYTES, dtype=torch.uint8), 1 << 14
+    for processor in options.processors:
+        library = ctypes.CDLL(str(compiled(folder, processor, source=CEILINGS)))
+        for function in (library.read_memory, library.multiply_memory):
+            function.argtypes, function.restype = (c_void_p, c_void_p, c_int64), c_int64
+        pool = Pool(library, options.threads)
+        at = pool.address, memory.data_ptr()
+        products = library.multiply_memory(*at, times)
+        read = partial(library.read_memory, *at, READ_BYTES)
+        multiplied = partial(library.multiply_memory, *at, times)
+        seconds = time_interleaved({"read": read, "multiplied": multiplied}, options.rounds)
+        rates = READ_BYTES / min(seconds["read"]) / 1e9, products / min(seconds["multiplied"]) / 1e9
+        pool.close()
+        print(f"{processor:24} reads {rates[0]:.1f} GB/s, multiplies {rates[1]:.0f} GMAC/s")
+    return {}
 
 
 def products(options: argparse.Namespace, folder: Path) -> Calls:
     calls: Calls = {}
     dtype = torch.bfloat16 if options.bits == 16 else torch.float32
     for processor in options.processors:
-        out = folder / f"{processor}.so"
-        chosen = defines(dtype, dtype, dtype, 16, True)
-        subprocess.run(command("gcc", out, f"-march={processor}", *VECTORS, *PARALLEL, *chosen), check=True)
-        library, layers = Library(out), []
+        library, layers = Library(compiled(folder, processor, dtype)), []
         for inputs, outputs in SHAPES * LAYERS:
             weight: torch.Tensor | QuantizedWeight = torch.randn(outputs, inputs, dtype=dtype)
             if options.bits < 16:
@@ -117,7 +148,7 @@ def mapped(options: argparse.Namespace, folder: Path) -> Calls:
 def main() -> None:
     parser = Parser(__doc__, threads=2)
     add, numbers = parser.add_argument, listed(int)
-    add("what", choices=("products", "contexts", "mapped"))
+    add("what", choices=("products", "ceilings", "contexts", "mapped"))
     add("--processors", type=listed(), default="native,x86-64-v3", help="as gcc calls them")
     add("--bits", type=int, default=4, choices=(4, 8, 16), help="16: bfloat16, inputs too")
     add("--group", type=int, default=128)
@@ -130,7 +161,9 @@ def main() -> None:
     options = parser.parse()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder, in_words():
-        calls = {"products": products, "contexts": contexts, "mapped": mapped}[options.what](options, Path(folder))
+        calls = {"products": products, "ceilings": ceilings, "contexts": contexts, "mapped": mapped}[options.what](
+            options, Path(folder)
+        )
         for (way, what), seconds in time_interleaved(calls, options.rounds).items():
             print(f"{way:24} {what:20} {1e3 * min(seconds):8.2f} / {1e3 * median(seconds):.2f}")
 
