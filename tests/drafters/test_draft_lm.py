@@ -99,7 +99,7 @@ def test_a_published_drafter_of_another_model_is_reported(
     assert "z-lab/Qwen3-4B-DFlash-b16" in message and "tau may be low" in message
     config = json.loads((drafter / "config.json").read_text())
     (drafter / "config.json").write_text(json.dumps({**config, "num_target_layers": target.num_layers + 1}))
-    with pytest.raises(UsageError, match=r"num_target_layers is .* made for Qwen3-Coder-30B-A3B-Instruct"):
+    with pytest.raises(UsageError, match=r"num_target_layers must be .* made for Qwen3-Coder-30B-A3B-Instruct"):
         load_drafter(drafter, target=load_target(files[1], device="cpu"))
 
 
