@@ -59,6 +59,8 @@ NOT_RUN = {
     'blockdraft generate --backend mlx "Tom has 3 boxes."': "needs mlx-lm; tests/mlx decodes with it",
     "blockdraft chat --target smollm2": PULLED,
     "blockdraft chat --target qwen2.5-coder-1.5b": PULLED,
+    "blockdraft chat --target Qwen3-8B-Q4_K_M.gguf --drafter z-lab/Qwen3-8B-DFlash-b16": "needs a GGUF file and the hub; "
+    "tests/drafters/test_draft_lm.py has such a drafter",
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
     "blockdraft serve --target smollm2": SERVE,
     'blockdraft generate --target smollm2 "Write a Python function that adds two numbers." --compare': PULLED,
@@ -75,7 +77,7 @@ NOT_RUN = {
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
     "stand-in for it",
     "blockdraft serve": SERVE,
-    "blockdraft serve --target qwen2.5-coder-1.5b --port 8012": SERVE,
+    "blockdraft serve --target qwen2.5-coder-1.5b --port 8012 --temperature 0": SERVE,
     "blockdraft serve --target qwen2.5-coder-1.5b --port 11434": SERVE,
     "import ollama": "needs a running server; tests/clients has one",
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
@@ -304,7 +306,7 @@ def test_bodies_are_requests() -> None:
 
 def test_metrics_are_documented() -> None:
     """Each of the server's metrics stands in the docs, and nothing else does."""
-    gauges = ("num_requests_running", "num_requests_waiting", "drafting_on")
+    gauges = ("num_requests_running", "num_requests_waiting", "num_prefill_tokens_left", "drafting_on")
     families = list(Metrics({name: ("", lambda: 0.0) for name in gauges}).registry.collect())
     known = {family.name.removeprefix(PREFIX) + "_total" * (family.type == "counter") for family in families}
     section = (ROOT / "docs/serve.md").read_text(encoding="utf-8").split("## Metrics")[1].split("\n## ")[0]

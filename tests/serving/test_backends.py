@@ -17,7 +17,7 @@ def test_every_member_of_a_hybrid_drafter_is_named_and_counted(engine: Any, tmp_
     folder.symlink_to(engine.target.path)
     both = Engine(engine.target, load_drafter(f"lookup+{folder}", target=engine.target))
     backends = Backends(both)
-    assert backends.drafter == "LookupDrafter+small"
+    assert backends.drafter == "lookup+small"
     assert backends.public(f"{folder}/config.json is odd.") == "small/config.json is odd."
     assert weights_of(both) == weights_of(engine)
 

@@ -286,15 +286,15 @@ def test_weights_quantized_are_checked() -> None:
     """A library that knows them, and one that does not."""
     few = build(torch.float32, torch.float32, 8, True).library()
     assert few is not None and few.has_integers and not made().has_integers
-    codes, scale = torch.zeros(2, 4, 8, 4, dtype=torch.uint8), torch.zeros(2, 1, 8)
-    x, y = torch.ones(3, 16), torch.zeros(3, 9)
+    codes, scale = torch.zeros(2, 8, 8, 4, dtype=torch.uint8), torch.zeros(2, 2, 8)
+    x, y = torch.ones(3, 32), torch.zeros(3, 9)
 
     def multiply(
         kernels: library.Library, kind: int, group: int, scales: int | None = scale.data_ptr(), **more: Any
     ) -> str:
-        sizes = {"inputs": 16, "outputs": 9, "kind": kind, "group": group}
-        fields = LinearFields(weight=codes.data_ptr(), scale=scales, **sizes, **more)
-        at = x.data_ptr(), 16, 3, y.data_ptr(), None
+        sizes = {"inputs": 16, "outputs": 9, "kind": kind, "group": group} | more
+        fields = LinearFields(weight=codes.data_ptr(), scale=scales, **sizes)
+        at = x.data_ptr(), 32, 3, y.data_ptr(), None
         return outcome(lambda: kernels._checked(kernels._packed_linear(ctypes.byref(fields), *at)))
 
     assert multiply(few, 2, 16) == multiply(few, 3, 8) == "nothing"
@@ -304,10 +304,12 @@ def test_weights_quantized_are_checked() -> None:
     assert multiply(few, 2, 16, scale_kind=4, offset=scale.data_ptr(), offset_kind=4) == "nothing"
     for factors in ({"scale_kind": 1}, {"offset": scale.data_ptr(), "offset_kind": 2}):
         assert "or its scales or offsets are" in multiply(few, 2, 16, **factors)
-    nested = {"scale_kind": 2, "scale_unit": scale.data_ptr(), "span": 1}
-    assert multiply(few, 2, 16, **nested) == multiply(few, 2, 8, **(nested | {"span": 2})) == "nothing"
-    for wrong in ({"span": 0}, {"span": 2}, {"span": -1}, {"scale_unit": None}):
+    nested = {"inputs": 32, "scale_kind": 2, "scale_unit": scale.data_ptr(), "span": 2}
+    assert multiply(few, 2, 16, **nested) == "nothing"
+    for wrong in ({"span": 0}, {"scale_unit": None}):
         assert "or its scales or offsets are" in multiply(few, 2, 16, **(nested | wrong)), wrong
+    for wrong in ({"span": 1}, {"span": -2}, {"span": 4}, {"span": 32}, {"group": 8}):
+        assert "groups of a weight" in multiply(few, 2, wrong.pop("group", 16), **(nested | wrong)), wrong
     for group in (0, 4, 12, 32, -8, 1 << 20):
         assert "groups of a weight" in multiply(few, 3, group), group
 
