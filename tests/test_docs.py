@@ -82,6 +82,7 @@ NOT_RUN = {
     "import ollama": "needs a running server; tests/clients has one",
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
+    "blockdraft serve --no-stored-prefixes": SERVE,
     "blockdraft serve --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4": TWO_DEVICES,
     "blockdraft bench --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4 --methods chain "
     "--prompts PROMPTS.jsonl": TWO_DEVICES,
