@@ -458,10 +458,15 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, i64 ahead, floa
 }
 
 #if INTEGERS
-#define INTEGER_TILE(BITS, R) case BITS * 16 + R: integer_tile(l, in, block, ahead, y, ys, add, BITS, R); break;
+#define INTEGER_TILE(BITS, R)                                                                             \
+    case BITS * 16 + R:                                                                                   \
+        for (i64 k = 0; k < count; k++) /* each tile prefetches other blocks */                           \
+            integer_tile(l, in, block + k, tile == k * tiles / count ? ahead : 0, y, ys, add, BITS, R);   \
+        break;
 
-/* Multiply a tile of R rows with a block. */
-static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 ahead, float *y, i64 ys, int add, int R) {
+/* Multiply a tile of R rows with `count` blocks. */
+static void integer_tiles(const Linear *l, Rounded in, i64 tile, i64 tiles, i64 block, i64 count, i64 ahead, float *y,
+                          i64 ys, int add, int R) {
     switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
         INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
         INTEGER_TILE(8, 1) INTEGER_TILE(8, 2) INTEGER_TILE(8, 3) INTEGER_TILE(8, 4)
@@ -476,7 +481,7 @@ static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 ahead, flo
    that fit into the cache, while the next ones are prefetched. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
     const i64 tiles = TILES(rows), factors = l->inputs / SHARING(l), bytes = l->inputs * LANES / (l->kind == INT4 ? 2 : 1);
-    const i64 most = tiles > 1 && bytes < CACHED ? CACHED / bytes : 1;
+    const i64 most = tiles == 1 ? last - first : bytes < CACHED ? CACHED / bytes : 1;
     for (i64 begin = first, count; begin < last; begin += count) {
         count = most < last - begin ? most : last - begin;
         for (i64 tile = 0; tile < tiles; tile++) {
@@ -484,10 +489,8 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i6
             const i64 groups = at * (l->span ? l->span : 1);
             const Rounded own = {in.codes + row * l->inputs, in.factors + at,
                                  in.products + (l->span ? groups / 2 : groups), in.starts + groups};
-            for (i64 k = 0; k < count; k++) { /* each tile prefetches other blocks */
-                const i64 ahead = tile == k * tiles / count ? count * bytes : 0;
-                integer_tiles(l, own, begin + k, ahead, y + row * ys, ys, add, (int)R);
-            }
+            const i64 ahead = tiles == 1 ? bytes : count * bytes;
+            integer_tiles(l, own, tile, tiles, begin, count, ahead, y + row * ys, ys, add, (int)R);
         }
     }
 }
