@@ -59,7 +59,7 @@ NOT_RUN = {
     'blockdraft generate --backend mlx "Tom has 3 boxes."': "needs mlx-lm; tests/mlx decodes with it",
     "blockdraft chat --target smollm2": PULLED,
     "blockdraft chat --target qwen2.5-coder-1.5b": PULLED,
-    "blockdraft chat --target Qwen3-8B-Q4_K_M.gguf --drafter z-lab/Qwen3-8B-DFlash-b16": "needs a GGUF file and the hub; "
+    "blockdraft chat --target Qwen3-8B-Q4_K_M.gguf --drafter z-lab/Qwen3-8B-DFlash-b16": "needs a file and the hub; "
     "tests/drafters/test_draft_lm.py has such a drafter",
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
     "blockdraft serve --target smollm2": SERVE,
