@@ -297,6 +297,20 @@ def test_experts_without_numbers_give_none(name: str, mixture_dir: Path, tmp_pat
         assert output.logits.isnan().all() and output.hidden_states.isfinite().all()
 
 
+def test_of_experts_with_equal_scores_the_first_are_chosen(mixture_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(mixture_dir, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    outputs = []
+    for name, factor in ((".mlp.gate.", 0.0), (".experts.2.", 2.0), (".experts.3.", 2.0), (".experts.1.", 2.0)):
+        for key in weights:
+            weights[key] *= factor if name in key else 1.0
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        target = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+        outputs.append(target.forward(torch.tensor([[1]]), torch.tensor([[-1]]), target.new_cache(1, 1)).logits)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[3])
+
+
 def made() -> Any:
     found = build(torch.float32, torch.float32, 8).library()
     assert found is not None
