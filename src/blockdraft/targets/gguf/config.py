@@ -250,7 +250,8 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
         "intermediate_size": fields["intermediate_size"] or inner,
     }
     if name == "qwen2moe":
-        routing["shared_expert_intermediate_size"] = get("expert_shared_feed_forward_length", 0) or inner
+        shared = get("expert_shared_feed_forward_length", 0) or routing["intermediate_size"]
+        routing["shared_expert_intermediate_size"] = shared
     return routing
 
 
