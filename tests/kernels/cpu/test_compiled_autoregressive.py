@@ -134,6 +134,9 @@ def test_logits_of_a_target_with_factors_are_torchs(name: str, tiny_target_dir: 
     ]
     for ours, theirs in zip(*((output.logits, output.hidden_states) for output in outputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    nothing = torch.zeros(0, 9, dtype=torch.int64)
+    output = target.forward(nothing, nothing, target.new_cache(1, 9).of([]), (0, 3))
+    assert output.hidden_states is not None and output.hidden_states.shape == (0, 9, 64)
     exact, ours = (logits_of(own.runner(network_of(name)), network_of(name)) for own in (plain, target))
     for own, expected in zip(ours, exact, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=4e-4 * float(expected.std()))

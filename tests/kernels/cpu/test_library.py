@@ -20,10 +20,10 @@ from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu import library
 from blockdraft.kernels.cpu.build import build
-from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
+from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder, why_not
 from blockdraft.kernels.cpu.library import CallFields, LinearFields, ModelFields
 from blockdraft.nn.cache import KVCache
-from blockdraft.targets import load_target
+from blockdraft.targets import decoder_config, load_target
 
 
 class Damaged:
@@ -295,6 +295,18 @@ def test_experts_without_numbers_give_none(name: str, mixture_dir: Path, tmp_pat
         output = target.forward(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]]), target.new_cache(1, 2), (0,))
         assert output.hidden_states is not None
         assert output.logits.isnan().all() and output.hidden_states.isfinite().all()
+
+
+def test_mixtures_that_are_not_compiled() -> None:
+    experts = {"num_experts": 2048, "num_experts_per_tok": 1024, "moe_intermediate_size": 16}
+    for differences, reason in (
+        ({}, None),
+        ({"num_experts_per_tok": 1025}, "each token uses more than 1024 experts"),
+        ({"moe_intermediate_size": 12}, "sizes of its experts are no multiples of 16"),
+        ({"hidden_size": 40}, "sizes of its experts are no multiples of 16"),
+    ):
+        config = Qwen2MoeConfig(**{"hidden_size": 32, "num_attention_heads": 4, **experts, **differences})
+        assert why_not(decoder_config(config), torch.float32, torch.device("cpu")) == reason
 
 
 def test_of_experts_with_equal_scores_the_first_are_chosen(mixture_dir: Path, tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ class CompiledDecoder(CompiledLayers):
         self._run(call, end, tokens)
         if hidden_states is not None and self._unscale != (1, 1):
             factors = [self._unscale[layer == len(config.layers)] for layer in target_layers]
-            hidden_states.view(batch, count, len(target_layers), -1).mul_(torch.tensor(factors).unsqueeze(-1))
+            hidden_states.unflatten(2, (len(factors), config.hidden_size)).mul_(torch.tensor(factors).unsqueeze(-1))
         return logits, hidden_states, best
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
