@@ -14,7 +14,15 @@ from blockdraft.nn.rotary import rotary_frequencies
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "x"}, {"rope_type": "yarn"}, {"rope_type": "linear", "factor": []}])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "x"},
+        {"rope_type": "yarn"},
+        {"rope_type": "linear", "factor": []},
+        {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.5]},
+    ],
+)
 def test_unknown_scalings_are_refused(scaling: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="rope_scaling is .*, which cannot be used .*; set rope_type to one of"):
         rotary_frequencies(8, 64, 1e4, scaling)

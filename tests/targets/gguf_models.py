@@ -118,6 +118,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         | {"expert_shared_feed_forward_length": 64, "attention.key_length": None, "attention.value_length": None},
         {},
     ),
+    "qwen2_moe-old": (  # sizes of experts follow from that of all
+        EXPERTS
+        | {"head_dim": 8, "norm_topk_prob": False, "intermediate_size": 64, "shared_expert_intermediate_size": 64},
+        {"expert_count": 5, "expert_used_count": 2, "attention.key_length": None, "attention.value_length": None},
+        {},
+    ),
     "qwen3_moe": (EXPERTS | {"norm_topk_prob": True}, EXPERT_KEYS, {}),
     "qwen3_5_text": (
         DELTA_NET | {"head_dim": 16, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, open_gguf
 from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.rotary import default_frequencies
 from blockdraft.targets import (
     decoder_config,
     describe_target,
@@ -219,6 +221,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
         {"rope_freqs.weight": np.ones(4, np.float32)},
         r"rope_freqs.weight has the shape \[4\] instead of \[6\]",
     ),
+    "factors by length": (
+        {},
+        {f"rope_factors_{name}.weight": np.ones(6, np.float32) for name in ("short", "long")},
+        "does not know, such as rope_factors_long.weight",
+    ),
 }
 
 
@@ -297,6 +304,7 @@ def test_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ("metadata", "said"),
     [
         ({"block_count": 2**32 - 1}, "it has 4294967295 layers, but only 30 tensors"),
+        ({"block_count": 3, "nextn_predict_layers": [-(2**31)]}, "it has 2147483651 layers, but only 30 tensors"),
         ({"block_count": "3"}, "metadata that make no model .TypeError"),
         ({"attention.head_count": 0}, "metadata that make no model .ZeroDivisionError"),
         ({"attention.head_count": 5}, "metadata that make no model"),
@@ -307,6 +315,36 @@ def test_metadata_that_lie(metadata: dict[str, Any], said: str, tmp_path: Path) 
     for load in (load_target_text, load_target):
         with pytest.raises(UsageError, match=said):
             load(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("kind", [0, 99])  # F32, of no bytes; and a type whose size is unknown
+def test_experts_without_end(kind: int, tmp_path: Path) -> None:
+    """A file may claim more experts than there is memory for their names."""
+    path, name = tmp_path / "a.gguf", b"blk.0.ffn_gate_exps.weight"
+    write_gguf(path, model_of("qwen3_moe"), metadata=MODELS["qwen3_moe"][1] | {"expert_count": 2**31})
+    whole = path.read_bytes()
+    place, inner = whole.index(name) + len(name) + 4, 0 if kind == 0 else 32
+    sizes = struct.pack("<QQQI", 32, inner, 2**31, kind)
+    path.write_bytes(whole[:place] + sizes + whole[place + len(sizes) :])
+    with pytest.raises(UsageError, match="it has 2147483648 experts, and .* shape" if kind == 0 else "of the type 99"):
+        load_target(path, device="cpu")
+
+
+def test_every_share_of_a_head_is_rotated(tmp_path: Path) -> None:
+    """88 * (30 / 88), rounded down, is 29."""
+    metadata = MODELS["phi3"][1] | {"rope.dimension_count": 30}
+    write_gguf(tmp_path / "a.gguf", model_of("phi3", head_dim=88, hidden_size=352), metadata=metadata)
+    file = open_gguf(tmp_path / "a.gguf")
+    [rope] = decoder_config(gguf_config(file)).ropes
+    assert rope.inverse_frequencies == tuple(default_frequencies(30, 10000.0).tolist())
+
+
+@pytest.mark.parametrize("scale", [-0.5, float("nan")])
+def test_factors_that_no_layer_is_computed_with(scale: float, tmp_path: Path) -> None:
+    metadata = MODELS["granite"][1] | {"residual_scale": scale}
+    write_gguf(tmp_path / "a.gguf", model_of("granite"), metadata=metadata)
+    with pytest.raises(UsageError, match="its factor on residuals is not above 0"):
+        load_target(tmp_path / "a.gguf", device="cpu")
 
 
 def test_refused_options(tmp_path: Path) -> None:

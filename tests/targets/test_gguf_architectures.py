@@ -19,14 +19,15 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 96, "head_di
 MANY = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
 MANY_KEYS = {"expert_count": 9, "expert_used_count": 3, "expert_feed_forward_length": 256}
 SHARED, SHARED_KEYS = {"shared_expert_intermediate_size": 256}, {"expert_shared_feed_forward_length": 256}
+TWICE = {"hidden_size": 512, "head_dim": 128}  # two super-blocks a row
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"}  # much as Q4_K_M
 FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
-    "granite": ("granite", MIXED, {}, {}),
+    "granite": ("granite", MIXED, TWICE, {}),
     "phi3": ("phi3", "Q8_0", {}, {}),
     "smollm3": ("smollm3", MIXED, {}, {}),
     "qwen2_moe": ("qwen2_moe", MIXED, MANY | SHARED, MANY_KEYS | SHARED_KEYS),
     "qwen2_moe-F16": ("qwen2_moe", "F16", MANY | SHARED, MANY_KEYS | SHARED_KEYS),
-    "qwen3_moe": ("qwen3_moe", MIXED, MANY, MANY_KEYS),
+    "qwen3_moe": ("qwen3_moe", MIXED, MANY | TWICE, MANY_KEYS),
     "qwen3_moe-Q8_0": ("qwen3_moe", "Q8_0", MANY, MANY_KEYS),
 }
 

@@ -134,6 +134,25 @@ def test_only_target_layers_are_hooked_and_only_for_the_forward() -> None:
     assert not any(layer._forward_hooks for layer in layers)
 
 
+@pytest.mark.parametrize(
+    ("family", "factor"),
+    [
+        ("granite", {"logits_scaling": 4.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("hyperclovax", {"logits_scaling": 0.25}),
+        ("falcon_h1", {"lm_head_multiplier": 0.25}),
+    ],
+)
+def test_heads_with_a_factor(family: str, factor: dict[str, float]) -> None:
+    fields = {key: value for key, value in SMALL.items() if key != "head_dim"} | factor
+    fields |= {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8} if family == "falcon_h1" else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).eval()
+    target = HFTarget(model, tokenizer=None, path=None)
+    with torch.no_grad():
+        output = model(torch.arange(5)[None], output_hidden_states=True)
+        torch.testing.assert_close(target.head(output.hidden_states[-1]), output.logits)
+
+
 def test_the_head_computes_the_wanted_node_of_each_row_only() -> None:
     target = make("qwen3")
     tokens = torch.randint(3, 61, (3, 6), generator=torch.Generator().manual_seed(2))

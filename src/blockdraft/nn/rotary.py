@@ -80,6 +80,8 @@ def _longrope(channels: int, theta: float, rope: Mapping[str, Any], positions: i
     scale = rope.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if len(rope["short_factor"]) != channels // 2:
+        raise ValueError(f"{channels // 2} frequencies have {len(rope['short_factor'])} short factors")
     return 1.0 / (torch.tensor(rope["short_factor"], dtype=torch.float32) * _wavelengths(channels, theta)), scale
 
 

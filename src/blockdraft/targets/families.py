@@ -179,8 +179,8 @@ def _llama(config: AnyConfig) -> dict[str, Any]:
 
 def _granite(config: AnyConfig) -> dict[str, Any]:
     """Add factors on embeddings, scores, what layers add, and logits."""
-    if not config.residual_multiplier or not config.logits_scaling:
-        raise NotCovered("its factor on residuals or logits is 0")
+    if not config.residual_multiplier > 0 or not config.logits_scaling:  # hidden states are divided by both
+        raise NotCovered("its factor on residuals is not above 0, or that on logits is 0")
     return _llama(config) | {
         "query_scale": float(config.attention_multiplier),
         "embedding_scale": float(config.embedding_multiplier),

@@ -262,8 +262,8 @@ class HFTarget(CheckpointTarget):
 
     def head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
-        scale = getattr(self._config, "logits_scaling", 1)  # of Granite
-        return logits if scale == 1 else logits / scale
+        factor = self.logit_factor
+        return logits if factor == 1 else logits * factor
 
 
 def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]]:

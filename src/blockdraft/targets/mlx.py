@@ -364,8 +364,10 @@ class MLXTarget(CheckpointTarget):
             return MLXTensor(self._embedding(in_mlx(tokens)))
 
     def head(self, hidden: Tensor) -> Tensor:
+        factor = self.logit_factor
         with computing():
-            return MLXTensor(self._head(in_mlx(hidden)))
+            logits = self._head(in_mlx(hidden))
+            return MLXTensor(logits if factor == 1 else logits * factor)
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device, dtype=self.dtype)

@@ -1,5 +1,6 @@
 """Compiled rows of EAGLE-3 and MTP heads beside torch's, and what only they can do wrong."""
 
+import shutil
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 from thinned import LONG, thinned
 from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.decode.proposal import TreePlan
@@ -113,6 +115,31 @@ def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_targe
     for ours, theirs in zip(logits_of(run, network, window), exact, strict=True):
         scale = float(theirs.float().std())
         assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < STORES[store][1] * scale
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_logits_of_a_target_with_factors_are_torchs(name: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Of Granite, whose compiled layers and head compute with other numbers."""
+    shutil.copytree(tiny_target_dir, tmp_path, dirs_exist_ok=True)
+    factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 4.0}
+    sizes = {"vocab_size": 265, "num_hidden_layers": 3, "max_position_embeddings": 256}
+    same = {key: SHAPE[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GraniteForCausalLM(GraniteConfig(**sizes, **same, **factors, initializer_range=0.3)).save_pretrained(tmp_path)
+    plain, target = (load_target(tmp_path, "float32", "cpu", "native", compile=mode) for mode in ("off", "on"))
+    tokens = torch.arange(9)[None]
+    outputs = [
+        own.forward(tokens, torch.arange(-1, 8)[None], own.new_cache(1, 9), (0, 1, 2, 3)) for own in (plain, target)
+    ]
+    for ours, theirs in zip(*((output.logits, output.hidden_states) for output in outputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    nothing = torch.zeros(0, 9, dtype=torch.int64)
+    output = target.forward(nothing, nothing, target.new_cache(1, 9).of([]), (0, 3))
+    assert output.hidden_states is not None and output.hidden_states.shape == (0, 9, 64)
+    exact, ours = (logits_of(own.runner(network_of(name)), network_of(name)) for own in (plain, target))
+    for own, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=4e-4 * float(expected.std()))
 
 
 # Seconds of steps by draft tokens, and how far expectations are trusted.

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import shutil
 import subprocess
 import sys
 from array import array
@@ -11,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu import library
 from blockdraft.kernels.cpu.build import build
-from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
+from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder, why_not
 from blockdraft.kernels.cpu.library import CallFields, LinearFields, ModelFields
 from blockdraft.nn.cache import KVCache
-from blockdraft.targets import load_target
+from blockdraft.targets import decoder_config, load_target
 
 
 class Damaged:
@@ -59,7 +62,7 @@ def write(name: str, value: int, at: int = 0) -> Callable[..., None]:
     return damage
 
 
-def set_layer(name: str, **values: object) -> Callable[..., None]:
+def set_layer(name: str, whole: object = None, **values: object) -> Callable[..., None]:
     """Of a field of the last layer, or the field itself."""
 
     def damage(model: ModelFields, call: CallFields) -> None:
@@ -67,7 +70,7 @@ def set_layer(name: str, **values: object) -> Callable[..., None]:
         layers = kept.from_buffer_copy(kept.from_address(ctypes.addressof(model.layers.contents)))
         model.layers, model.alive = layers, layers
         if not values:
-            setattr(layers[-1], name, None)
+            setattr(layers[-1], name, whole)
         for field, value in values.items():
             setattr(getattr(layers[-1], name), field, value)
 
@@ -169,6 +172,23 @@ ROWS = {
     "a node of the second row that hangs on itself": (write("parents", 1, at=4), PARENTS),
     "a parent of -2": (write("parents", -2, at=5), PARENTS),
 }
+# Of a mixture of 4 experts of 16, of which each row chooses 2, and a shared one of 24.
+MLPS = ("router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")
+MIXTURE = {
+    **{f"{size} {name}": (set_model(experts=size), SIZES) for size, name in ((-1, "experts"), (0, "experts"))},
+    **{f"experts: {size}": (set_model(experts=size), SIZES) for size in (3, 5, 1 << 31, 1 << 62)},
+    **{f"chosen: {size}": (set_model(chosen=size), SIZES) for size in (-1, 0, 5, 1025, 1 << 62)},
+    **{f"inner size: {size}": (set_model(expert_inner=size), SIZES) for size in (-16, 0, 2, 8, 32, 1 << 31, 1 << 62)},
+    **{f"shared inner size: {size}": (set_model(shared_inner=size), SIZES) for size in (-1, 16, 32, 1 << 62)},
+    **{f"rotated: {size}": (set_model(rotated=size), SIZES) for size in (-2, 3, 10)},
+    **{f"no weight of {name}": (set_layer(name, weight=None), POINTER) for name in MLPS[1:]},
+    "experts without a router": (set_layer("router", weight=None), SIZES),
+    **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in MLPS},
+    **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in MLPS},
+    **{f"{name} in few bits": (set_layer(name, kind=2), KIND) for name in MLPS},
+    "a norm behind experts": (set_layer("after_mlp", 8), SIZES),
+    "experts that are convolved": (set_layer("mlp_conv", taps=1, groups=1, base=8), SIZES),
+}
 
 
 def outcome(work: Callable[[], object]) -> str:
@@ -179,7 +199,7 @@ def outcome(work: Callable[[], object]) -> str:
     return "nothing"
 
 
-def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path) -> None:
+def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: Path) -> None:
     """Print each case and what came of it."""
     target: Any = load_target(target_dir, "float32", "cpu", "native", compile="on")
     drafter: Any = load_drafter(drafter_dir, target=target)
@@ -190,9 +210,11 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path) -> None:
     for rows in (state, cache):
         rows.commit([range(5)] * 2)
 
-    def forward() -> object:
+    def forward(decoder: CompiledDecoder = decoder) -> object:
         tokens, parents = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, 0]] * 2)
         return decoder.forward(tokens.clone(), parents, cache, store, (0, 3))
+
+    mixture: Any = load_target(mixture_dir, "float32", "cpu", "native", compile="on")
 
     eagle: Any = load_drafter(eagle_dir, target=target)
     rows_run, texts = eagle._run, KVCache(2, 8)
@@ -206,6 +228,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path) -> None:
     for name, cases, user, work in (
         ("rows", ROWS, rows_run, next_rows),
         ("forward", FORWARD, decoder, forward),
+        ("mixture", MIXTURE, mixture.compiled, lambda: forward(mixture.compiled)),
         ("context", CONTEXT, run, lambda: run.observe(state, torch.zeros(2, 3, 64))),
         ("pass", BOTH, run, lambda: run.draft_tokens(state, torch.zeros(2, 3, dtype=torch.int64), 1)),
     ):
@@ -218,20 +241,86 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path) -> None:
         print(json.dumps([f"{name}: nothing is wrong", outcome(work)]), flush=True)
 
 
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A random mixture of experts in the shape of `tiny_target_dir`."""
+    folder = tmp_path_factory.mktemp("mixture")
+    shutil.copytree(tiny_target_dir, folder, dirs_exist_ok=True)
+    config = Qwen2MoeConfig(
+        vocab_size=265,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen2MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 def test_what_cannot_be_computed_is_refused_and_the_process_lives(
-    tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_eagle3_dir: Path
+    tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_eagle3_dir: Path, mixture_dir: Path
 ) -> None:
-    command = [sys.executable, __file__, str(tiny_target_dir), str(tiny_drafter_dir), str(tiny_eagle3_dir)]
+    folders = tiny_target_dir, tiny_drafter_dir, tiny_eagle3_dir, mixture_dir
+    command = [sys.executable, __file__, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     found = dict(json.loads(line) for line in done.stdout.splitlines())
     last = list(found)[-1] if found else "the first case"
     assert done.returncode == 0, f"died behind {last!r}: {done.stderr[-2000:]}"
-    for name, cases in (("rows", ROWS), ("forward", FORWARD), ("context", CONTEXT), ("pass", BOTH)):
+    groups = {"rows": ROWS, "forward": FORWARD, "mixture": MIXTURE, "context": CONTEXT, "pass": BOTH}
+    for name, cases in groups.items():
         for case, (_, words) in cases.items():
             assert words in found.pop(f"{name}: {case}"), (name, case)
         assert found.pop(f"{name}: nothing is wrong") == "nothing"
     assert not found
+
+
+@pytest.mark.parametrize("name", ["gate", "shared_expert_gate"])
+def test_experts_without_numbers_give_none(name: str, mixture_dir: Path, tmp_path: Path) -> None:
+    """A router's or a gate's score that is NaN makes the whole token NaN, as in torch."""
+    shutil.copytree(mixture_dir, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[f"model.layers.1.mlp.{name}.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    for mode in ("on", "off"):
+        target = load_target(tmp_path, "float32", "cpu", "native", compile=mode)
+        output = target.forward(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]]), target.new_cache(1, 2), (0,))
+        assert output.hidden_states is not None
+        assert output.logits.isnan().all() and output.hidden_states.isfinite().all()
+
+
+def test_mixtures_that_are_not_compiled() -> None:
+    experts = {"num_experts": 2048, "num_experts_per_tok": 1024, "moe_intermediate_size": 16}
+    for differences, reason in (
+        ({}, None),
+        ({"num_experts_per_tok": 1025}, "each token uses more than 1024 experts"),
+        ({"moe_intermediate_size": 12}, "sizes of its experts are no multiples of 16"),
+        ({"hidden_size": 40}, "sizes of its experts are no multiples of 16"),
+    ):
+        config = Qwen2MoeConfig(**{"hidden_size": 32, "num_attention_heads": 4, **experts, **differences})
+        assert why_not(decoder_config(config), torch.float32, torch.device("cpu")) == reason
+
+
+def test_of_experts_with_equal_scores_the_first_are_chosen(mixture_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(mixture_dir, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    outputs = []
+    for name, factor in ((".mlp.gate.", 0.0), (".experts.2.", 2.0), (".experts.3.", 2.0), (".experts.1.", 2.0)):
+        for key in weights:
+            weights[key] *= factor if name in key else 1.0
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        target = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+        outputs.append(target.forward(torch.tensor([[1]]), torch.tensor([[-1]]), target.new_cache(1, 1)).logits)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[3])
 
 
 def made() -> Any:

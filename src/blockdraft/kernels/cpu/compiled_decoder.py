@@ -31,6 +31,7 @@ from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
 MOST_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
+MOST_CHOSEN = 1024  # experts that a token uses
 FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the sequences
 EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
@@ -44,6 +45,8 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     experts = config.experts
     if experts is not None and (config.hidden_size % MOST_LANES or 2 * experts.intermediate_size % MOST_LANES):
         return f"sizes of its experts are no multiples of {MOST_LANES}"
+    if experts is not None and experts.chosen > MOST_CHOSEN:
+        return f"each token uses more than {MOST_CHOSEN} experts"
     return why_not_compiled(dtype, device, config.head_dim)
 
 
@@ -273,7 +276,7 @@ class CompiledDecoder(CompiledLayers):
         self._run(call, end, tokens)
         if hidden_states is not None and self._unscale != (1, 1):
             factors = [self._unscale[layer == len(config.layers)] for layer in target_layers]
-            hidden_states.view(batch, count, len(target_layers), -1).mul_(torch.tensor(factors).unsqueeze(-1))
+            hidden_states.unflatten(2, (len(factors), config.hidden_size)).mul_(torch.tensor(factors).unsqueeze(-1))
         return logits, hidden_states, best
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -163,7 +163,7 @@ static void routed_mlp(Thread *t, const Model *m, const Layer *layer, Routed r, 
                 for (i64 i = 0; i < H; i++) to[i] += share * from[i];
             }
             if (!shared) continue;
-            const float share = sigmoid(splat(r.scores[row]))[0];
+            const float gate = r.scores[row], share = gate == gate ? sigmoid(splat(gate))[0] : NAN;
             for (i64 i = 0; i < H; i++) to[i] += share * h[row * H + i];
         }
 }

@@ -95,7 +95,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
 
     if EMBEDDING not in file.tensors:
         raise NotCovered(f"it has no {EMBEDDING}")
-    layers, count = get("block_count"), len(file.tensors)
+    # Of an MTP head, which is not a part of the decoder, there are further layers.
+    layers, count = get("block_count") - get("nextn_predict_layers", 0), len(file.tensors)
     if layers > count:  # checked before anything is allocated for each layer
         raise NotCovered(f"it has {layers} layers, but only {count} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
@@ -103,7 +104,6 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     if name not in MIXTURES and get("expert_count", 0):
         raise NotCovered("it is a mixture of experts")
     check_settings(get, head_dim, rotates_all=name not in PARTLY_ROTATED)
-    layers -= get("nextn_predict_layers", 0)  # an MTP head, which is not a part of the decoder
     family = FAMILIES[name]
     fields = {
         "vocab_size": file.tensors[EMBEDDING].shape[0],
@@ -201,7 +201,8 @@ def rotated_share(get: Get, head_dim: int) -> float:
     rotated: int = get("rope.dimension_count", head_dim)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise NotCovered(f"it rotates {rotated} channels of heads of {head_dim}")
-    return rotated / head_dim
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else math.nextafter(share, 1)  # products are rounded down
 
 
 def delta_net_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,8 +232,9 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     count, chosen = get("expert_count"), get("expert_used_count")
     if EXPERTS not in file.tensors:
         raise NotCovered(f"it lacks {EXPERTS}")
-    if count != file.tensors[EXPERTS].shape[0]:  # checked before anything is allocated for each expert
-        raise NotCovered(f"it has {count} experts, and {EXPERTS} is of the shape {list(file.tensors[EXPERTS].shape)}")
+    shape = file.tensors[EXPERTS].shape
+    if count != shape[0] or 0 in shape:  # checked before anything is allocated for each expert
+        raise NotCovered(f"it has {count} experts, and {EXPERTS} is of the shape {list(shape)}")
     if not 0 < chosen <= count:
         raise NotCovered(f"each token uses {chosen} of its {count} experts")
     if get("expert_weights_scale", 0.0) not in (0.0, 1.0) or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX):
@@ -248,7 +250,8 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
         "intermediate_size": fields["intermediate_size"] or inner,
     }
     if name == "qwen2moe":
-        routing["shared_expert_intermediate_size"] = get("expert_shared_feed_forward_length", 0) or inner
+        shared = get("expert_shared_feed_forward_length", 0) or routing["intermediate_size"]
+        routing["shared_expert_intermediate_size"] = shared
     return routing
 
 

@@ -91,14 +91,18 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
         NotCovered: A tensor is missing, unknown or of another shape.
         UsageError: A tensor is of an unsupported type.
     """
-    names = our_names(file.metadata["general.architecture"], config)
-    strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
-    if file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers"):
+    check_kinds(file)  # first, since the sizes of unknown types were not checked
+    architecture = file.metadata["general.architecture"]
+    names = our_names(architecture, config)
+    known = {*names.values(), ROPE_FACTORS}
+    if architecture == "phi3" and SHORT_FACTORS in file.tensors:
+        known |= {SHORT_FACTORS, LONG_FACTORS}
+    strange = sorted(set(file.tensors) - known)
+    if file.metadata.get(f"{architecture}.nextn_predict_layers"):
         mtp_head = f"blk.{len(config.layers)}."
         strange = [name for name in strange if not name.startswith(mtp_head)]
     if strange:
         raise NotCovered(f"it holds tensors that the decoder does not know, such as {strange[0]}")
-    check_kinds(file)
     weights = {}
     for ours, shape in config.tensor_shapes().items():
         theirs, expert = names[ours], EXPERT.search(ours)
@@ -118,8 +122,7 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
             names_of_one = {f"{name}.weight" for name, _ in parts}
             few = {name for name in names_of_one if weights[name].kind not in FLOATS}
             expanded |= few if few != names_of_one else set()
-    heads = interleaved(file.metadata["general.architecture"], config)
-    return GGUFWeights(weights, heads, frozenset(expanded))
+    return GGUFWeights(weights, interleaved(architecture, config), frozenset(expanded))
 
 
 def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
