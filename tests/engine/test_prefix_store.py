@@ -6,15 +6,21 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.engine import Engine, Request
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.engine import Engine, Request, prefix_store
 from blockdraft.machine import cache_folder
+from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -158,10 +164,101 @@ def test_requests_beside_each_other(target: Target, tiny_drafter_dir: Path) -> N
     assert [completion.stats.remembered for completion in completions[:3]] == [120, 120, 0]
 
 
-def test_a_folder_that_cannot_be_written_is_logged(
+def test_two_engines_at_once_store_one_file(target: Target, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = load_drafter("none", target=target)
+    with caplog.at_level(logging.WARNING):
+        engines = [Engine(target, drafter, stored_prefix_tokens=64) for _ in range(4)]
+        requests = [engine.submit(PROMPT, PARAMS, instruction_tokens=120) for engine in engines]
+        for request in requests:
+            request.result(60)
+        for engine in engines:
+            engine.close()
+    assert len(files(folder)) == 1 and not caplog.records
+    assert ask(target, drafter).stats.remembered == 120
+
+
+def test_what_ended_processes_left_is_deleted(target: Target, folder: Path) -> None:
+    drafter = load_drafter("none", target=target)
+    ask(target, drafter)
+    stored, old, new = *files(folder), folder / "a.1.partial", folder / "b.2.partial"
+    for path in (old, new):
+        path.write_text("begun")
+    os.utime(old, (0, 0))
+    ask(target, drafter)
+    assert files(folder) == sorted([stored, new])  # the new one may be another process's
+
+
+def test_a_folder_that_cannot_be_written_is_logged_once(
     target: Target, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.write_text("not a folder")
+    with (
+        caplog.at_level(logging.WARNING),
+        Engine(target, load_drafter("none", target=target), stored_prefix_tokens=64) as engine,
+    ):
+        for _ in range(3):
+            request = engine.submit(PROMPT, PARAMS, instruction_tokens=120)
+            assert request.result(60).finish_reason == "length"
+    assert caplog.text.count("cannot be stored") == 1
+
+
+def test_a_state_that_cannot_be_copied_is_not_stored(
+    target: Target, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class State(SequenceState):
+        def export(self, start: int, length: int) -> dict[str, torch.Tensor]:
+            raise MemoryError
+
+    class Drafter(NoDrafter):
+        def new_state(self, batch: int, capacity: int) -> State:
+            return State(batch, capacity)
+
     with caplog.at_level(logging.WARNING):
-        assert ask(target, load_drafter("none", target=target)).finish_reason == "length"
-    assert "cannot be stored" in caplog.text
+        assert ask(target, Drafter()).finish_reason == "length"
+    assert files(folder) == [] and "cannot be stored" in caplog.text
+
+
+def test_short_requests_run_while_a_prefix_is_read(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, reading, go_on = load_drafter("none", target=target), threading.Event(), threading.Event()
+    expected = ask(target, drafter)
+
+    def slow_load(path: Path) -> dict[str, torch.Tensor]:
+        reading.set()
+        assert go_on.wait(60)
+        return load_file(path)
+
+    monkeypatch.setattr(prefix_store, "load_file", slow_load)
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        scheduler = engine.scheduler
+        cancelled, other, short = (engine.request(prompt, PARAMS) for prompt in (PROMPT, PROMPT, [4, 5, 6]))
+        scheduler.add([cancelled, short])
+        while not short.finished:
+            scheduler.step()
+        assert reading.is_set() and cancelled.num_prefilled == 0
+        cancelled.cancel()
+        scheduler.step()
+        assert cancelled.finish_reason == "cancelled" and scheduler.idle
+        scheduler.add([other])
+        go_on.set()
+        while not scheduler.idle:
+            scheduler.step()
+    assert other.token_ids == expected.token_ids and other.stats.remembered == 120
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_reads_prefixes(target: Target) -> None:
+    drafter = load_drafter("none", target=target)
+    ask(target, drafter)
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        expected = engine.submit(PROMPT, PARAMS).result(60)  # by a thread that the child lacks
+        child = multiprocessing.get_context("fork").Process(target=answer_and_exit, args=(engine, expected.token_ids))
+        child.start()
+        child.join(60)
+        child.kill()
+    assert child.exitcode == 0
+
+
+def answer_and_exit(engine: Engine, expected: list[int]) -> None:
+    completion = engine.submit([*PROMPT[:-1], 13], PARAMS).result(30)
+    again = engine.submit(PROMPT, PARAMS).result(30)
+    os._exit(completion.stats.remembered != 120 or again.token_ids != expected)

@@ -1,7 +1,9 @@
 """Continuous batching: who runs, waits and leaves, and that no answer depends on the others."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -251,6 +253,36 @@ def test_the_shorter_of_two_long_prompts_is_read_first(target: Target, drafter: 
     hand.step_until(lambda: bool(shorter.token_ids))
     assert longer.token_ids == []
     hand.run()
+
+
+def test_requests_that_begin_alike_read_their_long_prompt_once(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """The second is short only once the first has read what they share."""
+    copytree(tiny_target_dir, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    target = load_target(tmp_path)
+    drafter = load_drafter("none", target=target)
+    prompt = [(7 * i * i + 3) % 200 for i in range(300)]
+    hand = ByHand(Engine(target, drafter, prefill_tokens=50, drafting=Drafting(None)))
+    first, second = hand.submit(prompt, greedy(9)), hand.submit([*prompt, 5], greedy(9))
+    hand.step_until(lambda: bool(first.token_ids))
+    third = hand.submit([*prompt, 6], greedy(9))
+    hand.run()
+    assert [request.stats.remembered for request in (first, second, third)] == [0, 300, 300]
+    for request in (first, second, third):
+        assert request.token_ids == alone(target, drafter, request.prompt, request.params)
+
+
+def test_an_urgent_request_copies_what_a_long_one_has_read(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=10, drafting=Drafting(None)))
+    long = hand.submit(LONG[:120], greedy(129))
+    hand.scheduler.step()
+    urgent = hand.submit([*LONG[:100], 5], greedy(9), urgent=True)
+    hand.step_until(lambda: urgent.finished)
+    assert urgent.stats.remembered == 40 and long.token_ids == []
+    hand.run()
+    for request in (long, urgent):
+        assert request.token_ids == alone(target, drafter, request.prompt, request.params)
 
 
 def test_chats_go_on_beside_short_requests(target: Target, drafter: Drafter) -> None:

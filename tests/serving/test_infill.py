@@ -327,6 +327,7 @@ def test_a_newer_infill_of_the_same_line_replaces_the_older_one(
     assert (first.status_code, second.status_code) == (status, 200)
     if status == 409:
         assert "newer infill" in first.json()["error"]["message"]
+        assert first.headers["x-should-retry"] == "false"  # OpenAI's clients would replace the newer one
     else:
         assert first.json()["content"] == "q" * 60
     assert coder_client.service.admission.active == 0
@@ -358,3 +359,7 @@ def test_bounds_of_typing() -> None:
     for number in range(MAX_CLIENTS):
         infills.begin(str(number), Infill("a", "b"))
     assert infills.begin("client", Infill("a", "b")).draft == ""
+    for deleted, draft in ((MAX_TYPED, "x" * MAX_TYPED + "yes"), (MAX_TYPED + 1, ""), (999, "")):
+        infills = TypedInfills()
+        infills.begin("client", Infill("x" * 999, "b")).output = "yes"
+        assert infills.begin("client", Infill("x" * (999 - deleted), "")).draft == draft

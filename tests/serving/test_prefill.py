@@ -111,6 +111,23 @@ def test_system_messages_and_tools_are_instructions(engine: Engine) -> None:
     assert TEXT not in instructions(engine, USER)
 
 
+def test_texts_of_users_are_no_instructions(engine: Engine) -> None:
+    later = {"role": "system", "content": "the late one"}
+    for role in ("system", "developer"):
+        text = instructions(engine, SYSTEM, USER, {"role": role, "content": "the late one"}, USER)
+        assert str(SYSTEM["content"]) in text and TEXT not in text and "late" not in text
+    assert "late" not in instructions(engine, USER, later)
+    assert engine.target.tokenizer is not None
+    engine.target.tokenizer.chat_template = "{{ documents or '' }}" + TEMPLATE
+    assert "secret" not in instructions(engine, SYSTEM, USER, template={"documents": [{"text": "a secret text"}]})
+    assert instructions(engine, SYSTEM, USER, template={"enable_thinking": True})
+    # A template that wants no chat like the other one, to which the prompt is compared.
+    engine.target.tokenizer.chat_template = (
+        "{% if messages[-1].content | length < 3 %}{{ 1 / 0 }}{% endif %}" + TEMPLATE
+    )
+    assert instructions(engine, SYSTEM, USER) == ""
+
+
 def test_the_first_request_after_a_restart_loads_its_instructions(engine: Engine, client: Client) -> None:
     def cached(client: Client, user: str) -> tuple[int, str]:
         answer = client.post(
