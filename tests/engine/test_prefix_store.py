@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,47 @@ def test_a_file_of_another_model_is_not_used(target: Target, folder: Path, tiny_
     ask(target, load_drafter("none", target=target))
     assert ask(target, load_drafter(tiny_drafter_dir, target=target), known=0).stats.remembered == 0
     assert len(files(folder)) == 1
+
+
+@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"dtype": torch.bfloat16}, {"backend": "hf"}], ids=str)
+def test_a_file_of_other_options_is_not_used(target: Target, tiny_target_dir: Path, options: dict[str, Any]) -> None:
+    other = load_target(tiny_target_dir, **options)
+    ask(other, load_drafter("none", target=other))
+    assert ask(target, load_drafter("none", target=target), known=0).stats.remembered == 0
+
+
+def test_exchanged_files_are_not_used(target: Target, folder: Path) -> None:
+    drafter = load_drafter("none", target=target)
+    other = [*reversed(INSTRUCTIONS), 9]
+    expected = [ask(target, drafter, prompt).token_ids for prompt in (PROMPT, other)]
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        assert engine.scheduler.idle  # it has read which tokens the files hold
+        one, two = files(folder)
+        one.rename(folder / "third")
+        two.rename(one)
+        (folder / "third").rename(two)
+        completions = engine.generate([PROMPT, other], PARAMS)
+    assert [completion.token_ids for completion in completions] == expected
+    assert [completion.stats.remembered for completion in completions] == [0, 0]
+
+
+def test_prompts_with_log_probabilities_are_scored(target: Target) -> None:
+    drafter, params = load_drafter("none", target=target), SamplingParams(4, prompt_logprobs=0)
+    ask(target, drafter)
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine, Engine(target, drafter) as plain:
+        [scored], [expected] = engine.generate([PROMPT], params), plain.generate([PROMPT], params)
+    assert scored.prompt_logprobs == expected.prompt_logprobs and scored.stats.remembered == 0
+
+
+def test_a_prompt_that_is_read_in_part_is_not_stored(target: Target, folder: Path) -> None:
+    with Engine(target, prefill_tokens=8, stored_prefix_tokens=64) as engine:
+        request = engine.request(PROMPT, PARAMS)
+        request.instruction_tokens = 120
+        engine.scheduler.add([request])
+        engine.scheduler.step()
+        request.cancel()
+        engine.scheduler.step()
+    assert 0 < request.num_prefilled < 120 and files(folder) == []
 
 
 def test_a_deleted_file_is_prefilled(target: Target, folder: Path) -> None:
