@@ -285,6 +285,19 @@ def test_an_urgent_request_copies_what_a_long_one_has_read(target: Target, draft
         assert request.token_ids == alone(target, drafter, request.prompt, request.params)
 
 
+def test_copied_tokens_count_as_read_while_the_rest_waits(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None)))
+    hand.submit(LONG[:60], greedy(9))
+    hand.run()
+    hand.submit(PROMPTS[0], greedy(20))
+    hand.scheduler.step()
+    long = hand.submit(LONG[:90], greedy(129))
+    hand.scheduler.step()
+    assert long.num_prefilled == long.stats.remembered == 60
+    hand.run()
+    assert long.token_ids == alone(target, drafter, long.prompt, long.params)
+
+
 def test_chats_go_on_beside_short_requests(target: Target, drafter: Drafter) -> None:
     hand = ByHand(Engine(target, drafter, prefill_tokens=5, drafting=Drafting(None)))
     chat = hand.submit(LONG[:20], greedy(200))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,10 +13,11 @@ import pytest
 from serving_client import MODEL, Client
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
+from blockdraft.engine import Chunk, Engine, Stats
 from blockdraft.machine import cache_folder
 from blockdraft.serving import service as service_module
 from blockdraft.serving.backends import Backends
+from blockdraft.serving.chunks import ChunkQueue
 from blockdraft.serving.prompts import prepare
 from blockdraft.serving.request import Chat, GenerationRequest
 from blockdraft.serving.service import Service
@@ -77,6 +79,23 @@ def test_streams_report_progress(
     *comments, last = [tuple(map(int, found)) for found in re.findall(r"^: prefill (\d+)/(\d+)$", text, re.MULTILINE)]
     assert comments == sorted(set(comments)) and {total for _, total in (*comments, last)} == {last[1]}
     assert 0 < last[0] <= last[1] and text.index("data: ") > text.index(": prefill")
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_reader_that_is_cancelled_as_a_chunk_arrives_ends(turns: int) -> None:
+    async def read() -> bool:
+        queue = ChunkQueue(9, True, lambda index, chunk: None)
+        reader = asyncio.ensure_future(queue.take(60))
+        await asyncio.sleep(0.01)
+        queue.put(0, Chunk("a", (1,), (False,), Stats()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not reader.cancel():  # it has read the chunk
+            return True
+        await asyncio.wait({reader})
+        return reader.cancelled()
+
+    assert asyncio.run(read())
 
 
 def test_prompt_tokens_that_are_not_read_are_a_metric(engine: Engine, client: Client) -> None:

@@ -120,7 +120,7 @@ class KVSlots:
             self._runner.close(sequence.start, zero_slots=True)
             self._runner.open(sequence.start, sequence.capacity)
         else:
-            sequence.prefilled = sequence.request.stats.remembered = stored.length
+            sequence.request.num_prefilled = sequence.request.stats.remembered = stored.length
 
     def is_finished(self, start: int) -> bool:
         """Return whether this is a finished sequence."""

@@ -210,7 +210,7 @@ class Scheduler:
             del self._sources[sequence]
             if length:
                 self._runner.copy(start, sequence.start, length)
-                sequence.prefilled = sequence.request.stats.remembered = length
+                sequence.request.num_prefilled = sequence.request.stats.remembered = length
 
     def _end_cancelled(self) -> list[Request]:
         cancelled: list[Request] = []
