@@ -479,6 +479,31 @@ def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Dra
         assert completion.token_ids == alone(target, drafter, prompt, greedy(20))
 
 
+def test_a_prefix_that_makes_room_for_its_own_request_is_read_again(target: Target, drafter: Drafter) -> None:
+    size = Engine(target, drafter, drafting=Drafting(None)).request(LONG, greedy(20)).slots
+    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 20, drafting=Drafting(None))
+    engine.generate([LONG[:100]], greedy(8))
+    [completion] = engine.generate([LONG], greedy(20))
+    assert completion.stats.remembered == 0
+    assert completion.token_ids == alone(target, drafter, LONG, greedy(20))
+
+
+def test_the_prefix_of_a_failed_request_is_not_copied(target: Target) -> None:
+    class Drafter(NoDrafter):
+        calls = 0
+
+        def observe(self, *args: object) -> None:
+            self.calls += 1
+            if self.calls == 3:
+                raise ValueError("broken")
+
+    hand = ByHand(Engine(target, Drafter(), prefill_tokens=10))
+    failing, waiting = hand.submit(LONG, greedy(9)), hand.submit([*LONG, 5], greedy(9))
+    hand.run()
+    assert failing.finish_reason == "error" and waiting.stats.remembered == 0
+    assert waiting.token_ids == alone(target, NoDrafter(), [*LONG, 5], greedy(9))
+
+
 def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Target, drafter: Drafter) -> None:
     size = Engine(target, drafter, drafting=Drafting(None)).request(LONG, greedy(20)).slots
     engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60, drafting=Drafting(None))
