@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -287,20 +288,23 @@ def test_short_requests_run_while_a_prefix_is_read(target: Target, monkeypatch: 
     assert other.token_ids == expected.token_ids and other.stats.remembered == 120
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_reads_prefixes(target: Target) -> None:
-    drafter = load_drafter("none", target=target)
-    ask(target, drafter)
-    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
-        expected = engine.submit(PROMPT, PARAMS).result(60)  # by a thread that the child lacks
-        child = multiprocessing.get_context("fork").Process(target=answer_and_exit, args=(engine, expected.token_ids))
-        child.start()
-        child.join(60)
-        child.kill()
-    assert child.exitcode == 0
+FORKED = """
+import os, sys
+from blockdraft import Engine, SamplingParams, load_target
+prompt, params = [(7 * i * i + 3) % 60 + 4 for i in range(124)], SamplingParams(9, ignore_eos=True)
+engine = Engine(load_target(sys.argv[1]), stored_prefix_tokens=64)
+engine.submit(prompt, params, instruction_tokens=120).result()  # stored by a thread that the child lacks
+child = os.fork()
+print(engine.submit(prompt, params).result().stats.remembered, flush=True)
+if not child:
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
 
 
-def answer_and_exit(engine: Engine, expected: list[int]) -> None:
-    completion = engine.submit([*PROMPT[:-1], 13], PARAMS).result(30)
-    again = engine.submit(PROMPT, PARAMS).result(30)
-    os._exit(completion.stats.remembered != 120 or again.token_ids != expected)
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_reads_prefixes(tiny_target_dir: Path) -> None:
+    code = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny_target_dir)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "120\n120\n", "")
