@@ -167,6 +167,38 @@ def test_exchanged_files_are_not_used(target: Target, folder: Path) -> None:
     assert [completion.stats.remembered for completion in completions] == [0, 0]
 
 
+def test_a_file_of_other_options_under_the_same_name_is_not_used(
+    target: Target, tiny_target_dir: Path, folder: Path
+) -> None:
+    other = load_target(tiny_target_dir, dtype=torch.bfloat16)
+    ask(other, load_drafter("none", target=other))
+    (foreign,) = files(folder)
+    drafter = load_drafter("none", target=target)
+    expected = ask(target, drafter)
+    (own,) = set(files(folder)) - {foreign}
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        assert engine.scheduler.idle
+        foreign.rename(own)
+        request = engine.submit(PROMPT, PARAMS)
+        assert request.result(60).token_ids == expected.token_ids
+    assert request.stats.remembered == 0 and files(folder) == []
+
+
+def test_a_request_that_failed_is_not_stored(target: Target, folder: Path) -> None:
+    class Drafter(NoDrafter):
+        calls = 0
+
+        def observe(self, *args: object) -> None:
+            self.calls += 1
+            if self.calls == 16:  # the end of the prompt
+                raise ValueError("broken")
+
+    with Engine(target, Drafter(), prefill_tokens=8, stored_prefix_tokens=64) as engine:
+        request = engine.submit(PROMPT, PARAMS, instruction_tokens=120)
+        assert request.result(60).finish_reason == "error"
+    assert request.num_prefilled == len(PROMPT) and files(folder) == []
+
+
 def test_prompts_with_log_probabilities_are_scored(target: Target) -> None:
     drafter, params = load_drafter("none", target=target), SamplingParams(4, prompt_logprobs=0)
     ask(target, drafter)

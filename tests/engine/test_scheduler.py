@@ -285,6 +285,43 @@ def test_an_urgent_request_copies_what_a_long_one_has_read(target: Target, draft
         assert request.token_ids == alone(target, drafter, request.prompt, request.params)
 
 
+def test_a_request_that_arrives_during_a_read_waits_for_that_read_only(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=10, drafting=Drafting(None)))
+    long = hand.submit(LONG[:100], greedy(129))
+    forward, arrived = hand.engine.target.forward, list[Request]()
+
+    def forward_while_one_arrives(*args, **kwargs):  # type: ignore[no-untyped-def]
+        if not arrived:
+            arrived.append(hand.submit(PROMPTS[0], greedy(9)))
+        return forward(*args, **kwargs)
+
+    hand.engine.target.forward = forward_while_one_arrives  # type: ignore[method-assign]
+    hand.scheduler.step()
+    assert long.num_prefilled == 10
+    hand.run()
+
+
+def test_long_prompts_are_read_in_small_parts_while_somebody_types(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
+    hand.submit(PROMPTS[0], greedy(2), urgent=True)
+    hand.run()
+    hand.seen.clear()
+    long = hand.submit(LONG[:60], greedy(129))
+    hand.step_until(lambda: bool(long.token_ids))
+    assert hand.seen[: 60 // 5] == [[5]] * (60 // 5)
+    hand.run()
+    assert long.token_ids == alone(target, drafter, LONG[:60], long.params)
+
+
+def test_a_prompt_with_log_probabilities_is_read_alone(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
+    hand.submit(PROMPTS[0], greedy(9))
+    scored = hand.submit(LONG[:60], greedy(9, prompt_logprobs=0))
+    hand.scheduler.step()
+    assert hand.seen[:2] == [[5], [60]] and len(scored.prompt_logprobs) == 60
+    hand.run()
+
+
 def test_copied_tokens_count_as_read_while_the_rest_waits(target: Target, drafter: Drafter) -> None:
     hand = ByHand(Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None)))
     hand.submit(LONG[:60], greedy(9))
