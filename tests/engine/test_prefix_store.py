@@ -6,15 +6,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.engine import Engine, Request
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.engine import Engine, Request, prefix_store
 from blockdraft.machine import cache_folder
+from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -137,6 +145,79 @@ def test_a_file_of_another_model_is_not_used(target: Target, folder: Path, tiny_
     assert len(files(folder)) == 1
 
 
+@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"dtype": torch.bfloat16}, {"backend": "hf"}], ids=str)
+def test_a_file_of_other_options_is_not_used(target: Target, tiny_target_dir: Path, options: dict[str, Any]) -> None:
+    other = load_target(tiny_target_dir, **options)
+    ask(other, load_drafter("none", target=other))
+    assert ask(target, load_drafter("none", target=target), known=0).stats.remembered == 0
+
+
+def test_exchanged_files_are_not_used(target: Target, folder: Path) -> None:
+    drafter = load_drafter("none", target=target)
+    other = [*reversed(INSTRUCTIONS), 9]
+    expected = [ask(target, drafter, prompt).token_ids for prompt in (PROMPT, other)]
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        assert engine.scheduler.idle  # it has read which tokens the files hold
+        one, two = files(folder)
+        one.rename(folder / "third")
+        two.rename(one)
+        (folder / "third").rename(two)
+        completions = engine.generate([PROMPT, other], PARAMS)
+    assert [completion.token_ids for completion in completions] == expected
+    assert [completion.stats.remembered for completion in completions] == [0, 0]
+
+
+def test_a_file_of_other_options_under_the_same_name_is_not_used(
+    target: Target, tiny_target_dir: Path, folder: Path
+) -> None:
+    other = load_target(tiny_target_dir, dtype=torch.bfloat16)
+    ask(other, load_drafter("none", target=other))
+    (foreign,) = files(folder)
+    drafter = load_drafter("none", target=target)
+    expected = ask(target, drafter)
+    (own,) = set(files(folder)) - {foreign}
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        assert engine.scheduler.idle
+        foreign.rename(own)
+        request = engine.submit(PROMPT, PARAMS)
+        assert request.result(60).token_ids == expected.token_ids
+    assert request.stats.remembered == 0 and files(folder) == []
+
+
+def test_a_request_that_failed_is_not_stored(target: Target, folder: Path) -> None:
+    class Drafter(NoDrafter):
+        calls = 0
+
+        def observe(self, *args: object) -> None:
+            self.calls += 1
+            if self.calls == 16:  # the end of the prompt
+                raise ValueError("broken")
+
+    with Engine(target, Drafter(), prefill_tokens=8, stored_prefix_tokens=64) as engine:
+        request = engine.submit(PROMPT, PARAMS, instruction_tokens=120)
+        assert request.result(60).finish_reason == "error"
+    assert request.num_prefilled == len(PROMPT) and files(folder) == []
+
+
+def test_prompts_with_log_probabilities_are_scored(target: Target) -> None:
+    drafter, params = load_drafter("none", target=target), SamplingParams(4, prompt_logprobs=0)
+    ask(target, drafter)
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine, Engine(target, drafter) as plain:
+        [scored], [expected] = engine.generate([PROMPT], params), plain.generate([PROMPT], params)
+    assert scored.prompt_logprobs == expected.prompt_logprobs and scored.stats.remembered == 0
+
+
+def test_a_prompt_that_is_read_in_part_is_not_stored(target: Target, folder: Path) -> None:
+    with Engine(target, prefill_tokens=8, stored_prefix_tokens=64) as engine:
+        request = engine.request(PROMPT, PARAMS)
+        request.instruction_tokens = 120
+        engine.scheduler.add([request])
+        engine.scheduler.step()
+        request.cancel()
+        engine.scheduler.step()
+    assert 0 < request.num_prefilled < 120 and files(folder) == []
+
+
 def test_a_deleted_file_is_prefilled(target: Target, folder: Path) -> None:
     drafter = load_drafter("none", target=target)
     expected = ask(target, drafter)
@@ -158,10 +239,104 @@ def test_requests_beside_each_other(target: Target, tiny_drafter_dir: Path) -> N
     assert [completion.stats.remembered for completion in completions[:3]] == [120, 120, 0]
 
 
-def test_a_folder_that_cannot_be_written_is_logged(
+def test_two_engines_at_once_store_one_file(target: Target, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = load_drafter("none", target=target)
+    with caplog.at_level(logging.WARNING):
+        engines = [Engine(target, drafter, stored_prefix_tokens=64) for _ in range(4)]
+        requests = [engine.submit(PROMPT, PARAMS, instruction_tokens=120) for engine in engines]
+        for request in requests:
+            request.result(60)
+        for engine in engines:
+            engine.close()
+    assert len(files(folder)) == 1 and not caplog.records
+    assert ask(target, drafter).stats.remembered == 120
+
+
+def test_what_ended_processes_left_is_deleted(target: Target, folder: Path) -> None:
+    drafter = load_drafter("none", target=target)
+    ask(target, drafter)
+    stored, old, new = *files(folder), folder / "a.1.partial", folder / "b.2.partial"
+    for path in (old, new):
+        path.write_text("begun")
+    os.utime(old, (0, 0))
+    ask(target, drafter)
+    assert files(folder) == sorted([stored, new])  # the new one may be another process's
+
+
+def test_a_folder_that_cannot_be_written_is_logged_once(
     target: Target, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.write_text("not a folder")
+    with (
+        caplog.at_level(logging.WARNING),
+        Engine(target, load_drafter("none", target=target), stored_prefix_tokens=64) as engine,
+    ):
+        for _ in range(3):
+            request = engine.submit(PROMPT, PARAMS, instruction_tokens=120)
+            assert request.result(60).finish_reason == "length"
+    assert caplog.text.count("cannot be stored") == 1
+
+
+def test_a_state_that_cannot_be_copied_is_not_stored(
+    target: Target, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class State(SequenceState):
+        def export(self, start: int, length: int) -> dict[str, torch.Tensor]:
+            raise MemoryError
+
+    class Drafter(NoDrafter):
+        def new_state(self, batch: int, capacity: int) -> State:
+            return State(batch, capacity)
+
     with caplog.at_level(logging.WARNING):
-        assert ask(target, load_drafter("none", target=target)).finish_reason == "length"
-    assert "cannot be stored" in caplog.text
+        assert ask(target, Drafter()).finish_reason == "length"
+    assert files(folder) == [] and "cannot be stored" in caplog.text
+
+
+def test_short_requests_run_while_a_prefix_is_read(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, reading, go_on = load_drafter("none", target=target), threading.Event(), threading.Event()
+    expected = ask(target, drafter)
+
+    def slow_load(path: Path) -> dict[str, torch.Tensor]:
+        reading.set()
+        assert go_on.wait(60)
+        return load_file(path)
+
+    monkeypatch.setattr(prefix_store, "load_file", slow_load)
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        scheduler = engine.scheduler
+        cancelled, other, short = (engine.request(prompt, PARAMS) for prompt in (PROMPT, PROMPT, [4, 5, 6]))
+        scheduler.add([cancelled, short])
+        while not short.finished:
+            scheduler.step()
+        assert reading.is_set() and cancelled.num_prefilled == 0
+        cancelled.cancel()
+        scheduler.step()
+        assert cancelled.finish_reason == "cancelled" and scheduler.idle
+        scheduler.add([other])
+        go_on.set()
+        while not scheduler.idle:
+            scheduler.step()
+    assert other.token_ids == expected.token_ids and other.stats.remembered == 120
+
+
+FORKED = """
+import os, sys
+from blockdraft import Engine, SamplingParams, load_target
+prompt, params = [(7 * i * i + 3) % 60 + 4 for i in range(124)], SamplingParams(9, ignore_eos=True)
+engine = Engine(load_target(sys.argv[1]), stored_prefix_tokens=64)
+engine.submit(prompt, params, instruction_tokens=120).result()  # stored by a thread that the child lacks
+child = os.fork()
+print(engine.submit(prompt, params).result().stats.remembered, flush=True)
+if not child:
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_reads_prefixes(tiny_target_dir: Path) -> None:
+    code = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny_target_dir)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "120\n120\n", "")

@@ -1,7 +1,9 @@
 """Continuous batching: who runs, waits and leaves, and that no answer depends on the others."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -253,6 +255,86 @@ def test_the_shorter_of_two_long_prompts_is_read_first(target: Target, drafter: 
     hand.run()
 
 
+def test_requests_that_begin_alike_read_their_long_prompt_once(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """The second is short only once the first has read what they share."""
+    copytree(tiny_target_dir, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    target = load_target(tmp_path)
+    drafter = load_drafter("none", target=target)
+    prompt = [(7 * i * i + 3) % 200 for i in range(300)]
+    hand = ByHand(Engine(target, drafter, prefill_tokens=50, drafting=Drafting(None)))
+    first, second = hand.submit(prompt, greedy(9)), hand.submit([*prompt, 5], greedy(9))
+    hand.step_until(lambda: bool(first.token_ids))
+    third = hand.submit([*prompt, 6], greedy(9))
+    hand.run()
+    assert [request.stats.remembered for request in (first, second, third)] == [0, 300, 300]
+    for request in (first, second, third):
+        assert request.token_ids == alone(target, drafter, request.prompt, request.params)
+
+
+def test_an_urgent_request_copies_what_a_long_one_has_read(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=10, drafting=Drafting(None)))
+    long = hand.submit(LONG[:120], greedy(129))
+    hand.scheduler.step()
+    urgent = hand.submit([*LONG[:100], 5], greedy(9), urgent=True)
+    hand.step_until(lambda: urgent.finished)
+    assert urgent.stats.remembered == 40 and long.token_ids == []
+    hand.run()
+    for request in (long, urgent):
+        assert request.token_ids == alone(target, drafter, request.prompt, request.params)
+
+
+def test_a_request_that_arrives_during_a_read_waits_for_that_read_only(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=10, drafting=Drafting(None)))
+    long = hand.submit(LONG[:100], greedy(129))
+    forward, arrived = hand.engine.target.forward, list[Request]()
+
+    def forward_while_one_arrives(*args, **kwargs):  # type: ignore[no-untyped-def]
+        if not arrived:
+            arrived.append(hand.submit(PROMPTS[0], greedy(9)))
+        return forward(*args, **kwargs)
+
+    hand.engine.target.forward = forward_while_one_arrives  # type: ignore[method-assign]
+    hand.scheduler.step()
+    assert long.num_prefilled == 10
+    hand.run()
+
+
+def test_long_prompts_are_read_in_small_parts_while_somebody_types(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
+    hand.submit(PROMPTS[0], greedy(2), urgent=True)
+    hand.run()
+    hand.seen.clear()
+    long = hand.submit(LONG[:60], greedy(129))
+    hand.step_until(lambda: bool(long.token_ids))
+    assert hand.seen[: 60 // 5] == [[5]] * (60 // 5)
+    hand.run()
+    assert long.token_ids == alone(target, drafter, LONG[:60], long.params)
+
+
+def test_a_prompt_with_log_probabilities_is_read_alone(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
+    hand.submit(PROMPTS[0], greedy(9))
+    scored = hand.submit(LONG[:60], greedy(9, prompt_logprobs=0))
+    hand.scheduler.step()
+    assert hand.seen[:2] == [[5], [60]] and len(scored.prompt_logprobs) == 60
+    hand.run()
+
+
+def test_copied_tokens_count_as_read_while_the_rest_waits(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None)))
+    hand.submit(LONG[:60], greedy(9))
+    hand.run()
+    hand.submit(PROMPTS[0], greedy(20))
+    hand.scheduler.step()
+    long = hand.submit(LONG[:90], greedy(129))
+    hand.scheduler.step()
+    assert long.num_prefilled == long.stats.remembered == 60
+    hand.run()
+    assert long.token_ids == alone(target, drafter, long.prompt, long.params)
+
+
 def test_chats_go_on_beside_short_requests(target: Target, drafter: Drafter) -> None:
     hand = ByHand(Engine(target, drafter, prefill_tokens=5, drafting=Drafting(None)))
     chat = hand.submit(LONG[:20], greedy(200))
@@ -432,6 +514,31 @@ def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Dra
         prompt = [i + 9, *LONG[1:]]
         [completion] = engine.generate([prompt], greedy(20))
         assert completion.token_ids == alone(target, drafter, prompt, greedy(20))
+
+
+def test_a_prefix_that_makes_room_for_its_own_request_is_read_again(target: Target, drafter: Drafter) -> None:
+    size = Engine(target, drafter, drafting=Drafting(None)).request(LONG, greedy(20)).slots
+    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 20, drafting=Drafting(None))
+    engine.generate([LONG[:100]], greedy(8))
+    [completion] = engine.generate([LONG], greedy(20))
+    assert completion.stats.remembered == 0
+    assert completion.token_ids == alone(target, drafter, LONG, greedy(20))
+
+
+def test_the_prefix_of_a_failed_request_is_not_copied(target: Target) -> None:
+    class Drafter(NoDrafter):
+        calls = 0
+
+        def observe(self, *args: object) -> None:
+            self.calls += 1
+            if self.calls == 3:
+                raise ValueError("broken")
+
+    hand = ByHand(Engine(target, Drafter(), prefill_tokens=10))
+    failing, waiting = hand.submit(LONG, greedy(9)), hand.submit([*LONG, 5], greedy(9))
+    hand.run()
+    assert failing.finish_reason == "error" and waiting.stats.remembered == 0
+    assert waiting.token_ids == alone(target, NoDrafter(), [*LONG, 5], greedy(9))
 
 
 def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Target, drafter: Drafter) -> None:

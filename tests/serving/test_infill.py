@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from serving_client import Client
 from tiny_models import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,6 +36,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> It
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(FIM, special_tokens=True)
     config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
+    torch.manual_seed(0)  # some weights write a separator at once, which ends infills only
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with Engine(load_target(folder), max_batch_size=2, prefix_tokens=256) as engine:
@@ -327,6 +329,7 @@ def test_a_newer_infill_of_the_same_line_replaces_the_older_one(
     assert (first.status_code, second.status_code) == (status, 200)
     if status == 409:
         assert "newer infill" in first.json()["error"]["message"]
+        assert first.headers["x-should-retry"] == "false"  # OpenAI's clients would replace the newer one
     else:
         assert first.json()["content"] == "q" * 60
     assert coder_client.service.admission.active == 0
@@ -358,3 +361,7 @@ def test_bounds_of_typing() -> None:
     for number in range(MAX_CLIENTS):
         infills.begin(str(number), Infill("a", "b"))
     assert infills.begin("client", Infill("a", "b")).draft == ""
+    for deleted, draft in ((MAX_TYPED, "x" * MAX_TYPED + "yes"), (MAX_TYPED + 1, ""), (999, "")):
+        infills = TypedInfills()
+        infills.begin("client", Infill("x" * 999, "b")).output = "yes"
+        assert infills.begin("client", Infill("x" * (999 - deleted), "")).draft == draft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,10 +13,11 @@ import pytest
 from serving_client import MODEL, Client
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
+from blockdraft.engine import Chunk, Engine, Stats
 from blockdraft.machine import cache_folder
 from blockdraft.serving import service as service_module
 from blockdraft.serving.backends import Backends
+from blockdraft.serving.chunks import ChunkQueue
 from blockdraft.serving.prompts import prepare
 from blockdraft.serving.request import Chat, GenerationRequest
 from blockdraft.serving.service import Service
@@ -79,6 +81,23 @@ def test_streams_report_progress(
     assert 0 < last[0] <= last[1] and text.index("data: ") > text.index(": prefill")
 
 
+@pytest.mark.parametrize("turns", range(5))
+def test_a_reader_that_is_cancelled_as_a_chunk_arrives_ends(turns: int) -> None:
+    async def read() -> bool:
+        queue = ChunkQueue(9, True, lambda index, chunk: None)
+        reader = asyncio.ensure_future(queue.take(60))
+        await asyncio.sleep(0.01)
+        queue.put(0, Chunk("a", (1,), (False,), Stats()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not reader.cancel():  # it has read the chunk
+            return True
+        await asyncio.wait({reader})
+        return reader.cancelled()
+
+    assert asyncio.run(read())
+
+
 def test_prompt_tokens_that_are_not_read_are_a_metric(engine: Engine, client: Client) -> None:
     def left() -> float:
         return float(re.findall(r"^blockdraft:num_prefill_tokens_left (.*)$", client.get("/metrics").text, re.M)[0])
@@ -109,6 +128,23 @@ def test_system_messages_and_tools_are_instructions(engine: Engine) -> None:
             assert str(SYSTEM["content"]) in text and ("weather" in text) == bool(chosen)
             assert TEXT not in text and text.rstrip().endswith("user")
     assert TEXT not in instructions(engine, USER)
+
+
+def test_texts_of_users_are_no_instructions(engine: Engine) -> None:
+    later = {"role": "system", "content": "the late one"}
+    for role in ("system", "developer"):
+        text = instructions(engine, SYSTEM, USER, {"role": role, "content": "the late one"}, USER)
+        assert str(SYSTEM["content"]) in text and TEXT not in text and "late" not in text
+    assert "late" not in instructions(engine, USER, later)
+    assert engine.target.tokenizer is not None
+    engine.target.tokenizer.chat_template = "{{ documents or '' }}" + TEMPLATE
+    assert "secret" not in instructions(engine, SYSTEM, USER, template={"documents": [{"text": "a secret text"}]})
+    assert instructions(engine, SYSTEM, USER, template={"enable_thinking": True})
+    # A template that wants no chat like the other one, to which the prompt is compared.
+    engine.target.tokenizer.chat_template = (
+        "{% if messages[-1].content | length < 3 %}{{ 1 / 0 }}{% endif %}" + TEMPLATE
+    )
+    assert instructions(engine, SYSTEM, USER) == ""
 
 
 def test_the_first_request_after_a_restart_loads_its_instructions(engine: Engine, client: Client) -> None:

@@ -82,6 +82,7 @@ class Engine:
             ("prefix_tokens", prefix_tokens, 0),
             ("cache_tokens", 1 if cache_tokens is None else cache_tokens, 1),
             ("prefill_tokens", prefill_tokens, 1),
+            ("stored_prefix_tokens", stored_prefix_tokens, 0),
         ):
             if value < least:
                 raise UsageError(f"{name} must be at least {least}, got {value}.")

@@ -92,7 +92,7 @@ class KVSlots:
         if self._prefix_store is None or request.params.prompt_logprobs is not None:
             return False
         longest = self._prefix_store.longest(request.prompt[:-1])
-        if longest is None or longest[0] - num_known < self._prefix_store.min_tokens // 4:
+        if longest is None or longest[0] - num_known < max(1, self._prefix_store.min_tokens // 4):
             return False
         self._loading[sequence] = StoredPrefix(longest[0], self._prefix_store.read(longest[1]))
         return True
@@ -120,7 +120,7 @@ class KVSlots:
             self._runner.close(sequence.start, zero_slots=True)
             self._runner.open(sequence.start, sequence.capacity)
         else:
-            sequence.prefilled = sequence.request.stats.remembered = stored.length
+            sequence.request.num_prefilled = sequence.request.stats.remembered = stored.length
 
     def is_finished(self, start: int) -> bool:
         """Return whether this is a finished sequence."""
@@ -145,7 +145,12 @@ class KVSlots:
         tokens = request.prompt[: request.instruction_tokens]
         if store is None or request.failure is not None or sequence.prefilled < len(tokens) or not store.wants(tokens):
             return
-        store.write(tokens, self._runner.export(sequence.start, len(tokens)))
+        try:
+            tensors = self._runner.export(sequence.start, len(tokens))
+        except Exception as error:  # such as too little memory
+            log.warning("The prefix of a prompt cannot be stored: %s", describe(error))
+        else:
+            store.write(tokens, tensors)
 
     def _keep(self, sequence: RunningSequence) -> bool:
         """Keep a sequence for requests with the same prefix, if possible."""

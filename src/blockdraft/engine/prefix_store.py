@@ -6,19 +6,21 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import ParamSpec
 
 from blockdraft.drafters import Drafter
 from blockdraft.errors import describe
@@ -31,7 +33,10 @@ log = logging.getLogger(__name__)
 FORMAT = 1  # version of these files; raise it when the meaning of the tensors changes
 STORED_TOKENS = 1024  # usual `min_tokens`: as long as these take to prefill, a user notices
 TOKENS = "tokens"  # name of the tensor of token ids
-SUFFIX = ".prefix"
+SUFFIX, PARTIAL = ".prefix", ".partial"  # of files, and of those that are being written
+PARTIAL_SECONDS = 86_400  # after which a file is not being written any more
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class StoredPrefix(NamedTuple):
@@ -51,6 +56,7 @@ class PrefixStore:
 
     A background thread reads and writes the files, one after the other. Files are readable by their owner only. They
     carry a checksum; an invalid one is logged and deleted. Beyond the limit, the least recently used are deleted.
+    A prefix that could not be written is not tried again.
 
     Args:
         min_tokens: Length of the shortest prefix that is stored, and tokens by which another must be longer.
@@ -64,15 +70,17 @@ class PrefixStore:
         self._folder, self._limit = cache_folder() / "prefixes", prefixes_limit() if limit is None else limit
         self._facts = _facts(target, drafter)
         self._key = hashlib.sha256(self._facts.encode()).hexdigest()[:16]
-        self._thread = ThreadPoolExecutor(1, "blockdraft-prefixes")
+        self._thread, self._process = _new_thread(), os.getpid()
         self._tokens: dict[Path, list[int]] = {}  # of each file of this pair, those being written included
+        self._failed = set[Path]()  # files that could not be written
+        self._delete_partial()
         for path in sorted(self._folder.glob(f"{self._key}-*{SUFFIX}")):
             try:
                 with safe_open(path, framework="pt") as file:
                     self._check_facts(file.metadata())
                     self._tokens[path] = file.get_tensor(TOKENS).tolist()
             except (OSError, ValueError, SafetensorError) as error:
-                self._discard(path, error)
+                self._drop(path, error)
 
     @staticmethod
     def supports(target: Target, drafter: Drafter) -> bool:
@@ -89,11 +97,17 @@ class PrefixStore:
     def wants(self, tokens: Sequence[int]) -> bool:
         """Return whether to store these tokens: at least `min_tokens` of them are not stored."""
         longest = self.longest(tokens)
-        return len(tokens) - (longest[0] if longest else 0) >= self.min_tokens
+        is_new = len(tokens) - (longest[0] if longest else 0) >= self.min_tokens
+        return is_new and self._path(tokens) not in self._failed
 
     def read(self, path: Path) -> Future[dict[str, Tensor] | None]:
         """Begin to read a file. The result is None if it is missing or invalid."""
-        return self._thread.submit(self._read, path)
+        try:
+            return self._submit(self._read, path)
+        except RuntimeError:  # the process is exiting
+            nothing = Future[dict[str, Tensor] | None]()
+            nothing.set_result(None)
+            return nothing
 
     def write(self, tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
         """Begin to store a prefix. A file that cannot be written is logged.
@@ -101,15 +115,23 @@ class PrefixStore:
         Args:
             tensors: Its tensors by name, contiguous, which nobody changes any more.
         """
-        name = hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
-        path = self._folder / f"{self._key}-{name}{SUFFIX}"
+        path = self._path(tokens)
         self._tokens[path] = list(tokens)
         with suppress(RuntimeError):  # the process is exiting
-            self._thread.submit(self._write, path, {**tensors, TOKENS: torch.tensor(tokens, dtype=torch.int32)})
+            self._submit(self._write, path, {**tensors, TOKENS: torch.tensor(tokens, dtype=torch.int32)})
 
     def close(self) -> None:
         """Wait until all files are written."""
         self._thread.shutdown()
+
+    def _submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        if self._process != os.getpid():  # threads do not survive a fork
+            self._thread, self._process = _new_thread(), os.getpid()
+        return self._thread.submit(work, *args, **kwargs)
+
+    def _path(self, tokens: Sequence[int]) -> Path:
+        name = hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
+        return self._folder / f"{self._key}-{name}{SUFFIX}"
 
     def _read(self, path: Path) -> dict[str, Tensor] | None:
         began = time.perf_counter()
@@ -124,23 +146,22 @@ class PrefixStore:
                 raise ValueError("it holds other tokens")
             with suppress(OSError):  # the least recently used are deleted first
                 os.utime(path)
-        except FileNotFoundError:  # another process has deleted it
-            self._tokens.pop(path, None)
-            return None
         except Exception as error:
-            self._discard(path, error)
+            self._drop(path, error)
             return None
         log.info("Read a stored prefix of %d tokens in %.2f s.", len(self._tokens[path]), time.perf_counter() - began)
         return tensors
 
     def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:
         size = sum(tensor.nbytes for tensor in tensors.values())
-        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial = None
         try:
             if size > self._limit:
                 raise ValueError(f"it takes {size / 1e9:.1f} GB, and the limit is {self._limit / 1e9:.1f} GB")
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            partial.touch(0o600)
+            file, name = tempfile.mkstemp(PARTIAL, f"{path.stem}.", self._folder)  # of no other process or engine
+            os.close(file)
+            partial = Path(name)
             save_file(tensors, partial, {"facts": self._facts, "digest": _digest(tensors)})
             partial.chmod(0o600)  # it may be another file now
             partial.replace(path)
@@ -150,10 +171,19 @@ class PrefixStore:
             self._delete_least_used(keep=path)
         except Exception as error:
             self._tokens.pop(path, None)
+            self._failed.add(path)
             log.warning("The prefix of a prompt cannot be stored in %s: %s.", self._folder, describe(error))
         finally:
+            if partial is not None:
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
+
+    def _delete_partial(self) -> None:
+        """Delete what processes left that were ended while they wrote."""
+        for path in self._folder.glob(f"*{PARTIAL}"):
             with suppress(OSError):
-                partial.unlink(missing_ok=True)
+                if time.time() - path.stat().st_mtime > PARTIAL_SECONDS:
+                    path.unlink()
 
     def _delete_least_used(self, keep: Path) -> None:
         files = {}
@@ -171,14 +201,23 @@ class PrefixStore:
         if (metadata or {}).get("facts") != self._facts:
             raise ValueError("it belongs to another model, machine or version")
 
-    def _discard(self, path: Path, error: Exception) -> None:
-        log.warning("The stored prefix %s cannot be used and is deleted: %s.", path, describe(error))
-        self._forget(path)
+    def _drop(self, path: Path, error: Exception) -> None:
+        """Use a file no more. Delete it if it is invalid."""
+        self._tokens.pop(path, None)
+        if isinstance(error, ValueError | SafetensorError):
+            log.warning("The stored prefix %s cannot be used and is deleted: %s.", path, describe(error))
+            self._forget(path)
+        elif not isinstance(error, FileNotFoundError):  # another process may have deleted it
+            log.warning("The stored prefix %s cannot be read: %s.", path, describe(error))
 
     def _forget(self, path: Path) -> None:
         self._tokens.pop(path, None)
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "blockdraft-prefixes")
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -38,7 +38,7 @@ class Request:
         max_depth: Most draft tokens on a path by the request's limits, or None.
         trace: Whether chunks report the steps they come from.
         instruction_tokens: Leading tokens of the prompt that are a program's instructions, which may be stored on disk.
-        num_prefilled: Tokens of the prompt that have been read.
+        num_prefilled: Tokens of the prompt that have been read or copied.
         urgent: Whether it goes before others, as `is_short`.
         passed: Later requests that were admitted while it waited.
         step: The last step, until a chunk has reported it.
@@ -274,14 +274,17 @@ class RunningSequence:
         start: First of its slots, which names it in both caches.
         capacity: Number of its slots.
         short: Whether the request was short when it was admitted.
-        prefilled: Tokens of the prompt that have been read.
     """
 
     request: Request
     start: int
     capacity: int
     short: bool = False
-    prefilled: int = 0
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of the prompt that have been read or copied."""
+        return self.request.num_prefilled
 
     @property
     def num_unread(self) -> int:

@@ -208,8 +208,7 @@ class Runner:
         for i, sequence in enumerate(sequences):
             if i not in invalid:
                 sequence.request.prompt_logprobs += prompt_scores[i]
-                sequence.prefilled += counts[i]
-                sequence.request.num_prefilled = sequence.prefilled
+                sequence.request.num_prefilled += counts[i]
         for i, token in first.items():
             sequences[i].request.extend([token], [False], logprobs[i])
         self._observe(sequences, tokens, output.hidden_states, paths)

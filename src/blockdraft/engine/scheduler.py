@@ -176,19 +176,20 @@ class Scheduler:
         start = self._kv_slots.allocate(request)
         if start is None:
             return False
-        sequence = RunningSequence(
-            request, start, request.slots, short=request.is_short(prefix.length if prefix else 0)
-        )
+        source, num_known = None, 0  # tokens that need not wait for the prefill of a long request
         if prefix is not None:
             source = next((other for other in self._sequences if other.start == prefix.start), None)
-            if source is not None and sequence.short and not source.short:
-                prefix = prefix._replace(length=min(prefix.length, source.prefilled))
-            # `allocate` may have evicted a finished sequence.
-            if source is not None or self._kv_slots.is_finished(prefix.start):
-                self._sources[sequence] = Source(source, *prefix)
-        num_known = self._sources[sequence].length if sequence in self._sources else 0
-        if self._kv_slots.begin_loading(sequence, num_known):
-            self._sources.pop(sequence, None)
+            if source is not None:
+                num_known = prefix.length if source.short else min(prefix.length, source.prefilled)
+            elif self._kv_slots.is_finished(prefix.start):
+                num_known = prefix.length
+            else:  # `allocate` has evicted it
+                prefix = None
+        sequence = RunningSequence(request, start, request.slots, short=request.is_short(num_known))
+        if prefix is not None and not sequence.short:
+            num_known = prefix.length
+        if not self._kv_slots.begin_loading(sequence, num_known) and prefix is not None:
+            self._sources[sequence] = Source(source, prefix.start, num_known)
         if request.urgent:
             self._typing_until = time.monotonic() + TYPING_SECONDS
         self._sequences.append(sequence)
@@ -199,7 +200,7 @@ class Scheduler:
 
     def _copy_prefix(self, sequence: RunningSequence) -> None:
         """Copy a prefix once its source has read it, or as much as the source has read when it ends."""
-        self._kv_slots.finish_loading(sequence, wait=all(other.in_prefill for other in self._sequences))
+        self._kv_slots.finish_loading(sequence, wait=False)
         if sequence not in self._sources:
             return
         source, start, length = self._sources[sequence]
@@ -209,7 +210,7 @@ class Scheduler:
             del self._sources[sequence]
             if length:
                 self._runner.copy(start, sequence.start, length)
-                sequence.prefilled = sequence.request.stats.remembered = length
+                sequence.request.num_prefilled = sequence.request.stats.remembered = length
 
     def _end_cancelled(self) -> list[Request]:
         cancelled: list[Request] = []
@@ -274,10 +275,15 @@ class Scheduler:
         """Read prompts, at most `prefill_tokens`. Return whether any was read."""
         for sequence in self._sequences:
             self._copy_prefix(sequence)
+        readable = self._readable()
+        if not readable and all(sequence.in_prefill for sequence in self._sequences):  # nothing else can be done
+            for sequence in self._sequences:
+                self._kv_slots.finish_loading(sequence, wait=True)
+            readable = self._readable()
         chosen: dict[RunningSequence, int] = {}  # tokens to read
         typing = time.monotonic() < self._typing_until
         long_tokens = -(-self._prefill_tokens // TYPING_READS) if typing else self._prefill_tokens
-        for sequence in self._readable():
+        for sequence in readable:
             count = min(sequence.num_unread, self._prefill_tokens if sequence.short else long_tokens)
             if sequence.request.params.prompt_logprobs is not None:  # is read alone
                 if chosen:

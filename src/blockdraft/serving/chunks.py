@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from blockdraft.engine import Chunk
@@ -95,11 +94,13 @@ class ChunkQueue:
         Raises:
             ApiError: A choice has more than `max_unread` unread tokens.
         """
-        if seconds is None:
+        # Not `asyncio.wait_for`, which before Python 3.12 may lose a cancellation.
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._arrived.set)
+        try:
             await self._arrived.wait()
-        else:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), seconds)
+        finally:
+            if timer is not None:
+                timer.cancel()
         if self._overflow:
             raise ApiError(
                 408,

@@ -102,8 +102,11 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
 def count_instructions(target: Target, chat: Chat, ids: list[int]) -> int:
     """Return how many leading tokens of a chat's prompt `ids` are its system messages and tools.
 
-    They are the tokens that the prompt shares with that of another chat, which differs in all other messages.
+    They are the tokens that the prompt shares with that of another chat, which differs in all other messages. Lists in
+    template variables may be documents of a user, which templates put first; then none are.
     """
+    if any(isinstance(value, list | dict) for value in chat.template.values()):
+        return 0
     system = list(takewhile(lambda message: message["role"] in ("system", "developer"), chat.messages))
     other = [*system, {"role": "user", "content": OTHER_MESSAGE}]
     try:

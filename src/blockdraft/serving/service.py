@@ -306,7 +306,11 @@ class _RunningChoice:
     def events(self, chunk: Chunk) -> Iterator[Event]:
         if chunk.finish_reason == "cancelled" and not self._ended:  # readers that cancel take no more chunks
             if self._typed is not None and self._typed.replaced:
-                raise ApiError(409, "A newer infill of this client, for the same line, replaced this one.")
+                raise ApiError(
+                    409,
+                    "A newer infill of this client, for the same line, replaced this one.",
+                    headers={"X-Should-Retry": "false"},  # OpenAI's clients would, and replace the newer one
+                )
             raise ApiError(503, "The server was stopped before the response ended; try again.")
         chunk.checked()
         if not self.started:

@@ -40,11 +40,13 @@ class TypedInfill:
     def rest(self, before: str) -> str:
         """Return what follows a later text before the cursor in this text and its completion; "" if it has left them.
 
+        It has left them, too, if more than `MAX_TYPED` characters were deleted.
+
         An editor sends a window of a file, which may begin elsewhere after a line end.
         """
         whole = self.before + self.offered
         if whole.startswith(before):
-            return whole[len(before) :]
+            return whole[len(before) :] if len(self.before) - len(before) <= MAX_TYPED else ""
         at = whole.rfind(before[-ANCHOR:], max(0, len(self.before) - ANCHOR - MAX_TYPED))
         return whole[at + ANCHOR :] if at >= 0 and len(before) >= ANCHOR else ""
 
