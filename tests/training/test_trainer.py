@@ -573,7 +573,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
             run(out, **changes)
         assert not (out / "config.json").exists()
 
-    refused("target_layers is .* layers of the target, 0 to 2", target_layers="0,7")
+    refused("target_layers must be layers of the target, 0 to 2", target_layers="0,7")
     refused("target_layers is 5, a number of layers, but the target has 3;.* name the layers", target_layers="5")
     refused("length is 4000 and the target's context is 256", length="4000")
     refused("held_out is 40 and the data hold 40", held_out="40")
