@@ -315,6 +315,15 @@ def test_metrics_are_documented() -> None:
     assert set(re.findall(r"`(\w+)(?:\{\w+\})?`", first_cells)) == known
 
 
+def test_the_page_has_the_settings_of_the_docs() -> None:
+    """Every key of a program's settings in the docs is in the block that the server's page offers."""
+    page = (ROOT / "src/blockdraft/serving/web/editors.js").read_text(encoding="utf-8")
+    blocks = [block for block in blocks_of("docs/editors.md") if block.language in ("json", "yaml", "toml")]
+    keys = {key for block in blocks for key in re.findall(r"([a-z][\w-]{3,})\"?\s*[:=](?!//)", block.text)}
+    assert {"prompt_format", "wire_api", "apiBase"} <= keys
+    assert [key for key in sorted(keys) if key not in page] == []
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None, own_cache: Path) -> Path:
     """A working folder with what the docs name: the bundled pair as models, and some chats."""

@@ -285,7 +285,7 @@ def _made_for_another(drafter: str, config: dict[str, Any], target: Target) -> s
     path = Path(target.path)
     name = path.parents[1].name if path.parent.name == "snapshots" else path.name  # in the hub's cache
     inside = open_gguf(path).metadata.get("general.name") if is_gguf(path) else None
-    theirs = model_of(path) or recognised(str(inside)) or recognised(name)
+    theirs = model_of(path) or recognised(str(inside or "")) or recognised(name)
     if theirs is None or alike(model, theirs):
         return None
     hubs = [published.hub for published in theirs.drafters if published.hub not in (BUNDLED, theirs.hub)]

@@ -119,10 +119,10 @@ class DecoderConfig:
     fused_names: bool = False  # the checkpoint has one matrix for q, k and v, and one for gate and up
 
     @property
-    def torch_only(self) -> str | None:
-        """Name of a part that only decoding knows, or None.
+    def decode_only(self) -> str | None:
+        """Name of a part that can be decoded with but not quantized or written, or None.
 
-        A decoder with such a part is not captured, quantized or written.
+        A decoder with such a part is not captured as a CUDA graph either.
         """
         return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
 

@@ -65,17 +65,6 @@ class CheckpointTarget(Target):
         return drafter_shape(self._config)
 
     @property
-    def logit_factor(self) -> float:
-        """Factor on what the output head computes, as transformers has it for each family."""
-        config: Any = self._config
-        if config.model_type.startswith("cohere"):
-            return float(config.logit_scale)
-        if config.model_type.startswith("falcon_h1"):
-            return float(config.lm_head_multiplier)
-        scale = float(getattr(config, "logits_scaling", 1))
-        return scale if config.model_type.startswith("hyperclovax") else 1 / scale  # others are those of Granite
-
-    @property
     def source_fingerprint(self) -> str | None:
         if self._source is None:
             # Numbers outside the range of float16 differ from those of the other dtypes.

@@ -80,6 +80,17 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
     )
 
 
+def logit_factor(config: AnyConfig) -> float:
+    """Return the factor on what the output head computes, for any family of transformers."""
+    config = config.get_text_config()
+    if config.model_type.startswith("cohere"):
+        return float(config.logit_scale)
+    if config.model_type.startswith("falcon_h1"):
+        return float(config.lm_head_multiplier)
+    scale = float(getattr(config, "logits_scaling", 1))
+    return scale if config.model_type.startswith("hyperclovax") else 1 / scale  # Granite divides
+
+
 # Layers.
 
 

@@ -19,6 +19,7 @@ from blockdraft.nn.cache import KVCache, RecurrentCache, cache_argument, slot_bu
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
+from blockdraft.targets.families import logit_factor
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
 from blockdraft.targets.model_config import load_config
 from blockdraft.targets.weights import load_model
@@ -262,7 +263,7 @@ class HFTarget(CheckpointTarget):
 
     def head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
-        factor = self.logit_factor
+        factor = logit_factor(self._config)
         return logits if factor == 1 else logits * factor
 
 

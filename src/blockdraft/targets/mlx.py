@@ -41,6 +41,7 @@ from blockdraft.targets.checkpoint import (
     load_tokenizer,
     loading,
 )
+from blockdraft.targets.families import logit_factor
 from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import weight_files
 
@@ -364,7 +365,7 @@ class MLXTarget(CheckpointTarget):
             return MLXTensor(self._embedding(in_mlx(tokens)))
 
     def head(self, hidden: Tensor) -> Tensor:
-        factor = self.logit_factor
+        factor = logit_factor(self._config)
         with computing():
             logits = self._head(in_mlx(hidden))
             return MLXTensor(logits if factor == 1 else logits * factor)

@@ -63,7 +63,7 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     if captured and options.exact:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
-    special = read.decoder.config.torch_only
+    special = read.decoder.config.decode_only
     if captured and special:
         raise UsageError(f"compile 'on' captures CUDA graphs, which know no {special}; use compile auto or off.")
     target = NativeTarget(

@@ -85,8 +85,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     wanted = decoder_config(config)
     few, config = _few_bits_of(config, options), text_part(config)
     on_gpu = device.type == "cuda"
-    if wanted.torch_only and (options.quantize or few):
-        raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither quantizes nor reads quantized")
+    if wanted.decode_only and (options.quantize or few):
+        raise NotCovered(f"it has {wanted.decode_only}, whose weights it neither quantizes nor reads quantized")
     reason = "compile is off" if compile == "off" else NOT_CAPTURED if on_gpu else why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:

@@ -153,8 +153,8 @@ def open_checkpoint(
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    if wanted.torch_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
+    if wanted.decode_only and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}, which only decoding knows.")
     raw = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:

@@ -99,7 +99,7 @@ BOTH = {
     **{f"{name} without weights": (set_layer(name, taps=1, groups=1, base=None), POINTER) for name in CONVOLUTIONS},
     **{f"{name} uncorrected": (set_layer(name, taps=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
     **{
-        f"{name} in few bits": (
+        f"{name} quantized": (
             set_layer(name, taps=1, groups=1, base=8, projection=LinearFields(weight=8, kind=2)),
             KIND,
         )
@@ -185,7 +185,7 @@ MIXTURE = {
     "experts without a router": (set_layer("router", weight=None), SIZES),
     **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in MLPS},
     **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in MLPS},
-    **{f"{name} in few bits": (set_layer(name, kind=2), KIND) for name in MLPS},
+    **{f"{name} quantized": (set_layer(name, kind=2), KIND) for name in MLPS},
     "a norm behind experts": (set_layer("after_mlp", 8), SIZES),
     "experts that are convolved": (set_layer("mlp_conv", taps=1, groups=1, base=8), SIZES),
 }

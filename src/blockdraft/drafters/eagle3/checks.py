@@ -53,7 +53,7 @@ class Eagle3Checker(VariantChecker):
         )
         for fault, name, assumption in (
             ("feedback", "norm_output", "the state that is fed on taken {} the last norm"),
-            ("norm", "norm_before_residual", "the residual stream begun {} the norm of the feature"),
+            ("norm", "norm_before_residual", "the residual stream begun {} the norm of the hidden state"),
         ):
             other = not getattr(config, name)
             changes: dict[str, Any] = {name: other}

@@ -2,6 +2,10 @@
 
 const json = (value) => JSON.stringify(value, null, 2);
 
+/** Zed's name for how a model fills in the middle, by the model's name. */
+const promptFormat = (model) => (model.match(/star[-_]?coder|code[-_]?llama|deepseek[-_]?coder|codestral/i)?.[0] ?? "qwen")
+  .toLowerCase().replace(/[-_]?(coder|llama)$/, "_$1");
+
 /** The place and text of the settings of each program. */
 const EDITORS = {
   "Any OpenAI client": ({ v1, model, key }) => ["Environment and model name", `OPENAI_BASE_URL=${v1} OPENAI_API_KEY=${key}\n# model: ${model}`],
@@ -23,7 +27,10 @@ models:
     roles: [chat, edit, apply]`],
   "Vim, Neovim: llama.vim": ({ origin, v1 }) => ["vimrc", `let g:llama_config = {'endpoint_fim': '${origin}/infill', 'endpoint_inst': '${v1}/chat/completions'}`],
   "Zed": ({ origin, model }) => ["settings.json", json({
-    edit_predictions: { provider: "ollama", ollama: { api_url: origin, model } },
+    edit_predictions: {
+      provider: "ollama",
+      ollama: { api_url: origin, model, prompt_format: promptFormat(model), max_output_tokens: 64 },
+    },
     language_models: { ollama: { api_url: origin } },
   })],
   "aider": ({ v1, model, key }) => ["Command", `OPENAI_API_BASE=${v1} OPENAI_API_KEY=${key} aider --model openai/${model}`],

@@ -212,8 +212,8 @@ def open_gguf_checkpoint(
         weights = replace(decoder_weights(file, actual), expanded=frozenset())
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
-    if wanted.torch_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
+    if wanted.decode_only and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}, which only decoding knows.")
     few = sorted(weights.kinds - set(FLOATS))
     if few and doing == "rounded":
         raise UsageError(
