@@ -8,6 +8,7 @@ prints how fast the machine reads memory, and how fast it multiplies codes in it
     python -m benchmarks.compiled ceilings [--processors native,x86-64-v3]
     python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4]
     python -m benchmarks.compiled contexts --target MODEL [--processors native,x86-64-v3] [--contexts 256] [--nodes 1,5]
+        [--kv-dtypes float32,bfloat16,int8]
     python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
 
 Runs are interleaved; times are in milliseconds, minimum / median.
@@ -122,7 +123,10 @@ def contexts(options: argparse.Namespace, folder: Path) -> Calls:
     for processor in options.processors if options.target else ():
         begun.cache_clear()  # it knows one processor
         with patch.object(build, "NATIVE", f"-march={processor}"):
-            calls |= forwards_of(processor, load_target(options.target, compile="on"), options)
+            for name in options.kv_dtypes:
+                how = {"kv_dtype": "int8"} if name == "int8" else {"dtype": name}
+                target = load_target(options.target, compile="on", **how)
+                calls |= forwards_of(f"{processor}, {name}", target, options)
     if options.target:
         return calls
     path = widen(TARGET, folder / "target", options.width)
@@ -157,6 +161,7 @@ def main() -> None:
     add("--nodes", type=numbers, default="1,4,8")
     add("--width", type=int, default=4, help="of the bundled target")
     add("--target", metavar="MODEL", help="of `contexts`: a folder, a GGUF file or a name, as `load_target` loads it")
+    add("--kv-dtypes", type=listed(), default="float32", help="of --target's keys and values: float32, bfloat16, int8")
     add("--rounds", type=int, default=7)
     options = parser.parse()
     torch.set_num_threads(options.threads)
