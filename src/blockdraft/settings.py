@@ -78,11 +78,6 @@ class Flag:
     environment: str | None = None
 
 
-def described(default: Any, description: str) -> Any:
-    """Return a field of a plain dataclass, as `Field(default, description=...)` is one of a settings class."""
-    return dataclasses.field(default=default, metadata={"description": description})
-
-
 class SettingsError(UsageError):
     """Invalid settings.
 

@@ -332,7 +332,7 @@ def test_same_seed_same_answer(generate: Run) -> None:
         (["hello", "--max-new-tokens", "250"], "the target's context of 256"),
         (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
         (["hello", "--block-size", "0"], "--block-size must be "),
-        (["hello", "--draft-window", "0"], "--draft-window must be a whole number of at least 1"),
+        (["hello", "--draft-window", "0"], "--draft-window must be at least 1"),
         (["hello", "--compare", "--sampled", "--temperature", "1"], "--compare and --sampled exclude each other"),
         (["hello", "--block-size", "many"], "--block-size must be a whole number or 'auto', got 'many'"),
         (["hello", "--tree-budget", "-1"], "--tree-budget must be "),
