@@ -20,7 +20,6 @@ from blockdraft.diffusion.sampler import Sampler
 from blockdraft.diffusion.settings import ConvertSettings, NewSettings, SampleSettings
 from blockdraft.diffusion.text import Tokens
 from blockdraft.errors import UsageError
-from blockdraft.nn.denoiser import CausalDenoiser
 from blockdraft.nn.dit import DiT, DiTConfig
 from blockdraft.targets import TargetText, load_target
 
@@ -324,14 +323,12 @@ def test_paper_layout_has_defaults(paper: DiffusionModel, tmp_path: Path) -> Non
 SMALL = {"layers": 2, "hidden_size": 24, "heads": 3, "context": 32, "block_size": 4}
 
 
-@pytest.mark.parametrize(("kind", "network"), [("dit", DiT), ("causal", CausalDenoiser)])
-def test_new_model(kind: str, network: type, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_new_model(tiny_target_dir: Path, tmp_path: Path) -> None:
     for name, seed in (("first", 0), ("same", 0), ("other", 1)):
-        settings = NewSettings(kind=kind, seed=seed, **SMALL)  # type: ignore[arg-type]
-        created = new_model(tiny_target_dir, tmp_path / name, settings)
+        created = new_model(tiny_target_dir, tmp_path / name, NewSettings(seed=seed, **SMALL))  # type: ignore[arg-type]
         assert created == Created(DiffusionConfig(4, 3, False), "<|mask|>", False)
     model, same, other = (load_model(tmp_path / name, "cpu") for name in ("first", "same", "other"))
-    assert isinstance(model.network, network) and model.config == created.config
+    assert isinstance(model.network, DiT) and model.config == created.config
     assert (model.network.vocab_size, model.text.max_context, model.text.eos_token_ids) == (265, 32, {2})
     weights, same_weights, other_weights = (m.network.state_dict() for m in (model, same, other))
     assert all(torch.equal(weight, same_weights[name]) for name, weight in weights.items())
@@ -354,7 +351,6 @@ def test_new_model_in_the_paper_layout(tiny_target_dir: Path, tmp_path: Path) ->
     [
         ({"hidden_size": 30, "heads": 4}, "hidden_size is 30 and heads 4; .*a multiple of 8, such as 24"),
         ({"block_size": 64}, "block_size is 64 and context 32"),
-        ({"kind": "rnn"}, "kind must be 'dit' or 'causal', got 'rnn'"),
         ({"mask_token_id": 2}, "mask_token_id is 2, an end token"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
     ],

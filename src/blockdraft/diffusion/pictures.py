@@ -1,4 +1,4 @@
-"""Pictures of the denoising passes over a text: an animated GIF, or a PNG with one line or more per pass."""
+"""A picture of the denoising passes over a text, with one line or more per pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from blockdraft.diffusion.sampler import DenoisingStep
 from blockdraft.errors import UsageError
 
 UNKNOWN = "░"  # shown for an unknown token
-NEW_LINE = "↵"  # shown in a PNG, where each pass has a line of its own
+NEW_LINE = "↵"  # shown for a line break, since each pass has a line of its own
 COLUMNS, SIZE, MARGIN = 80, 15, 12  # characters per line, font size and margin in pixels
-MILLISECONDS, LAST_MILLISECONDS = 250, 2000  # duration of a frame, and of the last one
 COLOURS = {"given": "#666666", "known": "#000000", "new": "#0a7d28", "unknown": "#b8b8b8"}
 
 
@@ -62,8 +61,8 @@ def lines_of_blocks(
 
 def check_picture(path: Path) -> None:
     """Raise a UsageError if no picture can be written to this file."""
-    if path.suffix.lower() not in (".gif", ".png"):
-        raise UsageError(f"The picture of the passes must be a .gif or .png file, got {path}.")
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"The picture of the passes must be a .png file, got {path}.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"The folder {path.absolute().parent} for {path.name} does not exist; create it first.")
     _module("PIL.Image")
@@ -73,27 +72,18 @@ def check_picture(path: Path) -> None:
 def draw_steps(
     path: Path, inputs: Sequence[int | None], steps: Sequence[DenoisingStep], decode: Callable[[int], str]
 ) -> None:
-    """Draw the passes over a text, and replace the file if it exists.
+    """Draw the block of each pass, one below the other, and replace the file if it exists.
 
-    A GIF shows the whole text after each pass. A PNG shows the block of each pass, one below the other. See `frames`
-    for the arguments.
+    See `frames` for the arguments.
 
     Raises:
-        UsageError: The name ends neither in .gif nor in .png, a package is missing, or the file cannot be written.
+        UsageError: The name does not end in .png, a package is missing, or the file cannot be written.
     """
     check_picture(path)
-    is_gif = path.suffix.lower() == ".gif"
-    pages = list(frames(inputs, steps, decode)) or [[]] if is_gif else [lines_of_blocks(inputs, steps, decode)]
-    shapes = [(len(lines), max(map(len, lines))) for lines in map(wrapped, pages)]
-    rows, columns = (max(sizes) for sizes in zip(*shapes, strict=True))
-    images = (_image(page, rows, columns) for page in pages)  # lazily, since there may be thousands
+    lines = wrapped(lines_of_blocks(inputs, steps, decode))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if is_gif:
-            times = [MILLISECONDS] * (len(pages) - 1) + [LAST_MILLISECONDS]
-            next(images).save(partial, "GIF", save_all=True, append_images=images, duration=times, loop=0)
-        else:
-            next(images).save(partial, "PNG")
+        _image(lines).save(partial, "PNG")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -112,14 +102,14 @@ def wrapped(spans: Sequence[Span]) -> list[list[tuple[str, str]]]:
     return lines
 
 
-def _image(spans: Sequence[Span], rows: int, columns: int) -> Any:
+def _image(lines: Sequence[Sequence[tuple[str, str]]]) -> Any:
     fonts = _module("matplotlib.font_manager")
     font = _module("PIL.ImageFont").truetype(fonts.findfont("DejaVu Sans Mono"), SIZE)
     width, height = font.getlength("M"), SIZE * 4 // 3
-    size = (round(columns * width) + 2 * MARGIN, rows * height + 2 * MARGIN)
+    size = (round(max(map(len, lines)) * width) + 2 * MARGIN, len(lines) * height + 2 * MARGIN)
     image = _module("PIL.Image").new("RGB", size, "#ffffff")
     pen = _module("PIL.ImageDraw").Draw(image)
-    for row, line in enumerate(wrapped(spans)):
+    for row, line in enumerate(lines):
         for column, (letter, kind) in enumerate(line):
             pen.text((MARGIN + column * width, MARGIN + row * height), letter, fill=COLOURS[kind], font=font)
     return image

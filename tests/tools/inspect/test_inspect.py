@@ -279,7 +279,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
 
 
 def test_weights_that_are_cut_short(tiny_target_dir: Path, tiny_medusa_dir: Path, tmp_path: Path) -> None:
-    new_model(tiny_target_dir, tmp_path / "denoiser", NewSettings(kind="causal", layers=1, hidden_size=32, heads=2))
+    new_model(tiny_target_dir, tmp_path / "denoiser", NewSettings(layers=1, hidden_size=32, heads=2))
     shutil.copytree(tiny_target_dir, tmp_path / "target")
     shutil.copytree(tiny_medusa_dir, tmp_path / "medusa")
     (tmp_path / "adapter").mkdir()
@@ -384,15 +384,14 @@ def test_targets_that_are_none(tiny_drafter_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_block_diffusion_model(tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
-    for kind in ("dit", "causal"):
-        place = tmp_path / kind
-        new_model(tiny_target_dir, place, NewSettings(kind=kind, layers=1, hidden_size=32, heads=2))  # type: ignore[arg-type]
-        found = inspect(place)
-        weights = load_file(place / "model.safetensors")
-        assert (found.what, found.about["block_size"]) == ("block-diffusion model", 8)
-        assert found.about["parameters"] == sum(weight.numel() for weight in weights.values())
-        assert found.starts["blockdraft"].line == f"blockdraft diffusion generate --model {place}"
-    with pytest.raises(UsageError, match="causal is a block-diffusion model, .* leave --target out"):
+    place = tmp_path / "denoiser"
+    new_model(tiny_target_dir, place, NewSettings(layers=1, hidden_size=32, heads=2))
+    found = inspect(place)
+    weights = load_file(place / "model.safetensors")
+    assert (found.what, found.about["block_size"]) == ("block-diffusion model", 8)
+    assert found.about["parameters"] == sum(weight.numel() for weight in weights.values())
+    assert found.starts["blockdraft"].line == f"blockdraft diffusion generate --model {place}"
+    with pytest.raises(UsageError, match="denoiser is a block-diffusion model, .* leave --target out"):
         inspect(place, tiny_target_dir)
     with pytest.raises(UsageError, match=f"target is {place}, which is a block-diffusion model"):
         inspect(tiny_drafter_dir, place)
