@@ -6,7 +6,7 @@ cached tokens, D head size, m number of target layers. A tensor named `logits_BN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeAlias, cast
@@ -52,6 +52,10 @@ def _as_tuple(value: Any) -> Any:
     """Return the elements of a list, array or iterator as a tuple; anything else unchanged."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping)
     return tuple(map(_as_python, value)) if is_list else value
+
+
+def _as_texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
 
 
 def _as_pairs(value: Any) -> Any:
@@ -131,7 +135,7 @@ class SamplingParams:
     )
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...] | str,
-        BeforeValidator(lambda value: (value,) if isinstance(value, str) else _as_tuple(value)),
+        BeforeValidator(_as_texts),
         Flag(repeat=True),
     ] = Field((), description="Text that ends the answer, which is cut before it. Several may be given.")
     ignore_eos: bool = Field(False, description="Go on past the target's end tokens, up to `max_new_tokens`.")
@@ -172,13 +176,17 @@ class _ByDefault(str):
     """A default that equals the same text given explicitly, but can be distinguished from it."""
 
 
+def _unless_by_default(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value if isinstance(value, _ByDefault) else check(value)
+
+
 @settings
 class Drafting:
     """How far an engine drafts. It changes the speed and never the distribution of the output."""
 
     block_size: Annotated[
         Count | Literal["auto"] | None,
-        WrapValidator(lambda value, check: value if isinstance(value, _ByDefault) else check(value)),
+        WrapValidator(_unless_by_default),
     ] = Field(
         cast(Any, _ByDefault("auto")),
         description="Maximum number of tokens per block: the last token of the text and the draft tokens after it. "
