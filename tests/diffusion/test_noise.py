@@ -6,14 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from blockdraft.diffusion.noise import (
-    ALL_TIMES,
-    counted_noise,
-    intervals,
-    steadiest,
-    stratified,
-    training_noise,
-)
+from blockdraft.diffusion.noise import counted_noise, stratified, training_noise
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -72,25 +65,3 @@ def test_same_seed_same_noise() -> None:
     noise, same, other = (training_noise(eligible, 4, (0.001, 1.0), seeded(seed)) for seed in (1, 1, 2))
     assert torch.equal(noise.weights, same.weights) and not torch.equal(noise.weights, other.weights)
     assert math.isfinite(noise.weights.sum())
-
-
-def test_grid_of_intervals() -> None:
-    grid = intervals()
-    assert grid[0] == ALL_TIMES and len(grid) == len({*grid}) == 1 + 11 + 9 + 7 + 5 + 3
-    assert {(0.45, 0.95), (0.3, 0.8), (0.001, 0.5), (0.1, 1.0)} < {*grid}
-    assert all(0 < low < high <= 1 for low, high in grid)
-
-
-def test_steadiest_interval() -> None:
-    """The losses vary outside 0.3 to 0.8, and hardly within."""
-    generator = torch.Generator().manual_seed(0)
-    times = torch.rand(4000, generator=generator, dtype=torch.float64)
-    noise = torch.randn(4000, generator=generator, dtype=torch.float64)
-    is_steady = (times > 0.3) & (times < 0.8)
-    assert steadiest(times, 1 + noise * torch.where(is_steady, 0.1, 3.0)) == (0.3, 0.8)
-    # Only the variance counts, not the mean.
-    assert steadiest(times, torch.where(is_steady, 9.0, 0.0) + noise * torch.where(is_steady, 0.1, 3.0)) == (0.3, 0.8)
-
-
-def test_intervals_with_too_few_blocks_are_ignored() -> None:
-    assert steadiest(torch.linspace(0.1, 0.9, 5), torch.zeros(5)) == ALL_TIMES

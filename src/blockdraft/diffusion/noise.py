@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from blockdraft.diffusion.model import DiffusionModel
-from blockdraft.diffusion.text import Tokens
-
-ALL_TIMES = (0.001, 1.0)
-WIDTHS, STEP = (0.5, 0.6, 0.7, 0.8, 0.9), 0.05
-MIN_BLOCKS = 8  # an interval with fewer blocks is ignored by `steadiest`
 
 
 class Noise(NamedTuple):
@@ -78,55 +70,3 @@ def counted_noise(eligible_BL: Tensor, block_size: int, generator: torch.Generat
     weights = (num_eligible / count.clamp(min=1))[..., None] * masked
     masked, weights = (values.reshape(batch, -1)[:, :length] for values in (masked, weights))
     return Noise(masked, weights.float())
-
-
-def intervals() -> list[tuple[float, float]]:
-    """Return the intervals of times that `steadiest` compares: all times first, then windows of each width."""
-    windows = [ALL_TIMES]
-    for width in WIDTHS:
-        starts = (STEP * i for i in range(round((1 - width) / STEP) + 1))
-        windows += [(max(round(start, 2), ALL_TIMES[0]), round(start + width, 2)) for start in starts]
-    return windows
-
-
-def steadiest(times: Tensor, losses: Tensor) -> tuple[float, float]:
-    """Return the interval of times in which the losses of blocks vary least (arXiv 2503.09573).
-
-    The paper samples new times for each interval. Here one uniform sample serves all intervals, since its times are
-    uniform within each of them too.
-
-    Args:
-        times: Time of each block, `[K]` float64, uniform from 0 to 1.
-        losses: Mean loss of each block's tokens, `[K]`, weighted as in the bound.
-    """
-    variances = dict[tuple[float, float], float]()
-    for low, high in intervals():
-        inside = losses[(times >= low) & (times <= high)].double()
-        if len(inside) >= MIN_BLOCKS:
-            variances[low, high] = torch.var(inside).item()
-    return min(variances, key=variances.__getitem__, default=ALL_TIMES)
-
-
-def steadiest_of(
-    model: DiffusionModel,
-    batches: Iterable[Tokens],
-    generator: torch.Generator,
-    compute: Callable[[DiffusionModel, Tensor, Noise], Tensor],
-) -> tuple[float, float]:
-    """Return `steadiest` over the blocks of some batches.
-
-    Args:
-        batches: Batches of `[B, L]` tokens.
-        generator: Source of the noise.
-        compute: `losses`, or a function with the same results.
-    """
-    size, block_times, block_losses = model.config.block_size, [], []
-    for ids, eligible in batches:
-        times = stratified((len(ids), -(-ids.size(1) // size)), generator)
-        noise = noise_at(times, eligible, size, generator)
-        blocks = torch.arange(ids.size(1)) // size
-        sums = torch.zeros(times.shape).index_add(1, blocks, compute(model, ids, noise).float().cpu())
-        num_eligible = torch.zeros(times.shape).index_add(1, blocks, eligible.float())
-        block_times.append(times[num_eligible > 0])
-        block_losses.append((sums / num_eligible)[num_eligible > 0])
-    return steadiest(torch.cat(block_times), torch.cat(block_losses))

@@ -117,11 +117,6 @@ class DiffusionRecipe:
         description="Largest time that is sampled. Small blocks learn faster from a part of the times, such as 0.45 "
         "to 0.95 for blocks of 4.",
     )
-    search_every: Natural = Field(
-        0,
-        description="Steps between searches for the interval of times whose losses vary least, which then replaces "
-        "`low` and `high`; 0 never searches.",
-    )
     learning_rate: Amount = Field(3e-4, description="Peak learning rate of AdamW.")
     warmup: Natural = Field(100, description="Steps in which the learning rate rises to its peak, where it stays.")
     ema: Annotated[float, Field(ge=0, lt=1)] = Field(
