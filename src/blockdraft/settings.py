@@ -64,7 +64,7 @@ class Flag:
     """Command-line form of a field, as metadata of its annotation. What is left out follows from name and type.
 
     Attributes:
-        name: Flag, such as `--json`, or a pair such as `--pictures/--no-pictures`.
+        name: Flag, such as `--json`, or a pair such as `--round-drafter/--keep-drafter`.
         metavar: Placeholder of the value in `--help`.
         repeat: Whether the flag may be repeated, once for each element of a tuple.
         panel: Panel of `--help` that lists the flag.

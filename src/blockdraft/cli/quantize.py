@@ -8,9 +8,10 @@ import typer
 from pydantic import Field
 
 from blockdraft.cli import display
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DATA, MODEL, Only
 from blockdraft.cli.target import Folder, RecordFields, TargetSettings, load, quiet
+from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
 
