@@ -105,7 +105,7 @@ def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:
         Drafting(**fields)
 
 
-def test_how_far_to_draft_is_chosen_each_step_unless_something_else_is_asked_for() -> None:
+def test_draft_length_is_adaptive_by_default() -> None:
     assert Drafting().block_size == Drafting(draft_window=9).block_size == "auto"
     assert Drafting(None).block_size is None  # whole blocks
     assert Drafting(tree_budget=4).block_size is Drafting(tree_budget="auto").block_size is None
