@@ -2,7 +2,7 @@
 
     python examples/compare_methods.py [TARGET DRAFTER]
 
-`blockdraft bench` does this with whole prompt sets, repeats and pictures.
+`blockdraft bench` does this with whole prompt sets and repeats.
 """
 
 import sys

@@ -24,7 +24,7 @@ import blockdraft
 from blockdraft import cli
 from blockdraft.diffusion.settings import DiffusionRecipe
 from blockdraft.evaluation.methods import parse_methods
-from blockdraft.evaluation.settings import Settings
+from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.serving.metrics import PREFIX, Metrics
 from blockdraft.serving.openai.chat import ChatRequest
 from blockdraft.settings import from_text, read_settings
@@ -235,28 +235,16 @@ def parse(command: Command) -> None:
         if given.get(option) is not None and hasattr(Drafting, option):
             from_text(Drafting, option, given[option])
     if isinstance(given.get("methods"), str):
-        parse_methods(given["methods"], None, None, Settings.tree_budget)
+        parse_methods(given["methods"], None, None, MeasureSettings.tree_budget)
     if context.obj:  # the fields of a recipe
         kind = find_variant(given["variant"] or "dflash").recipe_class if "variant" in given else DiffusionRecipe
         read_settings(kind, None, context.obj)
 
 
-def test_what_is_not_run_is_in_the_docs() -> None:
+def test_exceptions_are_in_the_docs() -> None:
     lines = {line for page in PAGES for block in blocks_of(page) for line in block.text.splitlines()}
     known = {command.text for command in COMMANDS} | lines
     assert [text for text in NOT_RUN if text not in known] == []
-
-
-def test_commands_are_found() -> None:
-    """The reader of the docs itself."""
-    block = Block("", 'blockdraft generate \\\n  "..."   # comment\npip install blockdraft\n')
-    [command] = commands_of_block("x", block)
-    assert command.text.split() == ["blockdraft", "generate", '"..."'] and command.arguments == ["generate", "..."]
-    [command] = commands_of_block("x", Block("", "$ blockdraft models\nblockdraft is output here\n"))
-    assert command.text == "blockdraft models"
-    launched = Command("x", "accelerate launch --use_fsdp -m blockdraft train ... --device cpu", True)
-    assert launched.arguments == ["train", "--device", "cpu"]
-    assert len(COMMANDS) >= 20 and "README.md" in PAGES and "docs/training.md" in PAGES
 
 
 def prose_of(path: Path) -> str:

@@ -31,8 +31,8 @@ def test_another_process_learns_who_holds_it_until_it_is_killed(tmp_path: Path) 
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        told = rf"{re.escape(str(folder))} is in use by process {holder.pid} on \S+, training since 20\d\d-"
-        with pytest.raises(ValueError, match=told), held(folder, "testing"):
+        message = rf"{re.escape(str(folder))} is in use by process {holder.pid} on \S+, training since 20\d\d-"
+        with pytest.raises(ValueError, match=message), held(folder, "testing"):
             pass
         with held(tmp_path / "build" / "other", "testing"):
             pass
@@ -76,7 +76,7 @@ def test_remains_go_and_what_they_replaced_comes_back(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"drafter", ".drafter.mine"}
 
 
-def test_what_another_process_takes_away_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_deleted_by_another_process_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove = shutil.rmtree
 
     def late(path: Path) -> None:

@@ -86,13 +86,3 @@ def test_no_retired_words(folder: str) -> None:
             text = re.sub(r"\btaps\b", "", text)
         lines += [f"{file}:{number}: {word!r}; write {instead!r}" for number, word, instead in retired(text)]
     assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize("line", ["num_guesses = 4", "class TapLayers:", "# all answers loop", "They run in turns."])
-def test_retired_words_are_found(line: str) -> None:
-    assert len(list(retired(line))) == 1
-
-
-@pytest.mark.parametrize("line", ["trust_remote_code=True", "features = dataset.features", "We interrupt turns."])
-def test_other_words_are_not(line: str) -> None:
-    assert list(retired(line)) == []

@@ -86,7 +86,7 @@ def test_both_kinds_side_by_side(groups: Path) -> None:
     assert free_bytes(CPU) == 300
 
 
-def test_what_is_on_a_device_already_is_not_sent() -> None:
+def test_tensor_on_the_device_is_not_copied() -> None:
     values = torch.arange(3)
     assert send(values, CPU) is values
 
@@ -126,7 +126,7 @@ def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
-def test_a_child_dies_with_its_parent() -> None:
+def test_child_ends_with_its_parent() -> None:
     """Even with one that is killed."""
     code = (
         "import subprocess, sys; from blockdraft.machine import die_with_parent; "

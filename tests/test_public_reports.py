@@ -97,7 +97,7 @@ def test_one_token_begins_a_chat(tokenizer: PreTrainedTokenizerBase) -> None:
         ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}x{% endfor %}ok", "ok"),
     ],
 )
-def test_what_templates_may_use(tokenizer: PreTrainedTokenizerBase, template: str, text: str) -> None:
+def test_functions_of_chat_templates(tokenizer: PreTrainedTokenizerBase, template: str, text: str) -> None:
     """huggingface/transformers#31100, oobabooga/textgen#6675, abetlen/llama-cpp-python#1486."""
     chat = [{"role": "user", "content": "größer als <b> \U0001f600"}]
     assert text in str(tokenizer.decode(encode_chat(tokenizer, chat, chat_template=template)))
@@ -126,7 +126,7 @@ def test_templates_without_marks(tokenizer: PreTrainedTokenizerBase) -> None:
     assert learned(tokenizer, CHATML, CHAT) == "Why not.<|im_end|>"
 
 
-def test_what_the_generation_prompt_holds_is_not_learned(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_of_the_generation_prompt_is_not_learned(tokenizer: PreTrainedTokenizerBase) -> None:
     """NVIDIA-NeMo/Automodel#3739: empty thoughts that the template writes before each response."""
     template = CHATML.replace("'assistant\\n'", "'assistant\\n'").replace(
         "<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think></think>' }}"

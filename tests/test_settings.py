@@ -79,7 +79,7 @@ def test_flags(name: str, text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ({"learnin_rate": "1"}, "^--learnin-rate is unknown; did you mean learning_rate"),
         ({"zzz": "1"}, "--zzz is unknown; leave it out"),
@@ -93,13 +93,13 @@ def test_flags(name: str, text: str, value: object) -> None:
         ({"compile": "perhaps"}, "--compile must be true or false, got 'perhaps'"),
     ],
 )
-def test_bad_flags(flags: dict[str, str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_bad_flags(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_settings(DFlashRecipe, None, flags)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("layers = 2.5", r"r\.toml: layers must be a whole number, got 2\.5"),
         ("compile = 1", "compile must be true or false, got 1"),
@@ -113,13 +113,13 @@ def test_bad_flags(flags: dict[str, str], told: str) -> None:
         ("target_layers = [1, 'a']", r"r\.toml: target_layers\[1\] must be a whole number, got 'a'\."),
     ],
 )
-def test_bad_files(text: str, told: str, tmp_path: Path) -> None:
+def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_settings(DFlashRecipe, tmp_path / "r.toml")
 
 
-def test_all_that_is_wrong_is_reported_together(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("final = 2.0\nepochs = 0\n")
     flags = {"gamma": "x", "epochs": "y", "block-size": "1", "nonsense": "3"}
     with pytest.raises(SettingsError) as caught:
@@ -128,26 +128,26 @@ def test_all_that_is_wrong_is_reported_together(tmp_path: Path) -> None:
     assert "r.toml: final must be at most 1, got 2.0" in str(caught.value) and "--epochs must be" in str(caught.value)
 
 
-def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path) -> None:
+def test_flag_overrides_an_invalid_value_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("layers = 0\nbatch = 6")
     assert read_settings(DFlashRecipe, tmp_path / "r.toml", {"layers": "2"}).layers == 2
     with pytest.raises(ValueError, match="^batch must be a multiple of accumulation, 4.*, got 6"):
         read_settings(DFlashRecipe, tmp_path / "r.toml", {"layers": "2", "accumulation": "4"})
 
 
-def test_what_is_made_in_python_is_checked_too() -> None:
+def test_values_from_python_are_checked() -> None:
     assert DFlashRecipe(target_layers=[0, 1]).target_layers == (0, 1)  # type: ignore[arg-type]
     assert RecordSettings("test", None, 3).limit == 3
     with pytest.raises(UsageError, match="limit must be at least 1, got 0"):
         RecordSettings("test", None, 0)
     with pytest.raises(UsageError, match="9 is one argument too many"):
         RecordSettings("test", None, 3, None, None, None, 9)  # type: ignore[call-arg]
-    for told, wrong in (
+    for message, wrong in (
         ("layers must be at least 1, got 0", {"layers": 0}),
         ("layer is unknown; did you mean layers", {"layer": 1}),
         ("final must be at most 1, got 2. layers must be a whole number, got 'x'", {"layers": "x", "final": 2}),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             DFlashRecipe(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="rank is missing"):
         Needy()  # type: ignore[call-arg]
@@ -156,7 +156,7 @@ def test_what_is_made_in_python_is_checked_too() -> None:
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_what_is_written_is_read_again(described: bool, tmp_path: Path) -> None:
+def test_written_settings_are_read_again(described: bool, tmp_path: Path) -> None:
     recipe = OwnRecipe(
         target_layers=(1, 2), init='a "b" \\c', objective={"dpace": 0.5}, gamma=None, rank=3, weight_decay=1e-5
     )

@@ -125,7 +125,7 @@ def measure(kind: str, seed: int, temperature: float, drafter: Path | str, given
         words += ["--target", given.target, "--drafter", drafter, "--temperature", temperature, "--seed", 0]
         words += ["--methods", ",".join(["none", *methods_of(kind, given)]), "--repeats", given.repeats]
         words += ["--limit", given.limit, "--max-new-tokens", given.max_new_tokens, "--threads", given.threads]
-        blockdraft("bench", *words, "--no-pictures", "--overwrite", "--out", out)
+        blockdraft("bench", *words, "--overwrite", "--out", out)
     sets = json.loads(results.read_text(encoding="utf-8"))["sets"]
     return [
         Measured(kind, seed, temperature, prompt_set, method, figures)

@@ -64,7 +64,7 @@ class Flag:
     """Command-line form of a field, as metadata of its annotation. What is left out follows from name and type.
 
     Attributes:
-        name: Flag, such as `--json`, or a pair such as `--pictures/--no-pictures`.
+        name: Flag, such as `--json`, or a pair such as `--round-drafter/--keep-drafter`.
         metavar: Placeholder of the value in `--help`.
         repeat: Whether the flag may be repeated, once for each element of a tuple.
         panel: Panel of `--help` that lists the flag.
@@ -76,11 +76,6 @@ class Flag:
     repeat: bool = False
     panel: str | None = None
     environment: str | None = None
-
-
-def described(default: Any, description: str) -> Any:
-    """Return a field of a plain dataclass, as `Field(default, description=...)` is one of a settings class."""
-    return dataclasses.field(default=default, metadata={"description": description})
 
 
 class SettingsError(UsageError):

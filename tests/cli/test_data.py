@@ -25,7 +25,7 @@ def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path,
     return lambda command, *args: blockdraft(command, "--target", tiny_target_dir, *args, "--device", "cpu")
 
 
-def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_records_to_hidden_states(run: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
     code, out, err = run("data", "rows.jsonl", "--out", "data")
     data = read_data(tmp_path / "data")
     assert (
@@ -129,7 +129,7 @@ def base(tmp_path: Path, altered: Callable[..., Path]) -> Path:
     return altered(without="chat_template.jinja")
 
 
-def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> None:
+def test_commands_of_the_docs_for_base_models(run: Run, base: Path, tmp_path: Path) -> None:
     [section] = re.findall(r"^## Base models\n(.*?)^## ", DOCS.read_text(encoding="utf-8"), re.M | re.S)
     lines = [line.split() for line in section.splitlines() if line.startswith("blockdraft data")]
     assert len(lines) == 2
@@ -144,7 +144,7 @@ def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> No
     assert json.loads((tmp_path / "build/sampled/data.json").read_text())["continued"] == {"tokens": 32, "prompts": 32}
 
 
-def test_what_is_wrong_is_said_before_the_weights_are_loaded(
+def test_bad_input_is_reported_before_the_weights_are_loaded(
     run: Run, altered: Callable[..., Path], tmp_path: Path
 ) -> None:
     target = altered(without="model.safetensors")

@@ -95,7 +95,7 @@ def test_data_and_training(
 
 
 @pytest.mark.slow
-def test_looking_at_it(
+def test_inspect_doctor_and_push(
     file: Path,
     tiny_drafter_dir: Path,
     tmp_path: Path,
@@ -131,7 +131,7 @@ def test_export_leaves_its_file(
         assert engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=8))[0].token_ids
 
 
-def test_made_into_a_folder(
+def test_quantize_and_convert_a_file(
     file: Path,
     tiny_target_dir: Path,
     tmp_path: Path,
@@ -152,7 +152,7 @@ def test_made_into_a_folder(
     assert blockdraft("diffusion", "generate", "--model", tmp_path / "diffusion", "Hello").code == 0
 
 
-def test_how_it_is_refused(file: Path, tmp_path: Path, blockdraft: Run) -> None:
+def test_bad_files_are_refused(file: Path, tmp_path: Path, blockdraft: Run) -> None:
     assert f"blockdraft fit --target {file} --out DIR" in blockdraft("generate", "Hello", "--target", file).err
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:3000])
     for path, message in (

@@ -71,21 +71,6 @@ def test_help_is_short_and_help_all_is_whole(words: tuple[str, ...]) -> None:
     assert "more options" not in whole and whole == shown(*words, "--help-all")
 
 
-def test_options_are_in_panels() -> None:
-    output = shown("generate", "--help-all")
-    panels = ["Options", "Model", "Drafting", "Sampling", "Data", "Output"]
-    places = [output.index(f"─ {panel} ─") for panel in panels]
-    assert places == sorted(places)
-    flags = ("--dtype", "--block-size", "--top-k", "--prompts")
-    for panel, after, flag in zip(panels[1:], panels[2:], flags, strict=False):
-        assert output.index(f"─ {panel} ─") < output.index(f" {flag} ") < output.index(f"─ {after} ─")
-
-
-def test_a_narrow_terminal_cuts_no_words() -> None:
-    for words in (("generate",), ("serve",), ("bench",)):
-        assert max(map(len, shown(*words, "--help-all", width=80).splitlines())) == 80
-
-
 def test_two_words_name_a_command(blockdraft: Callable[..., Any]) -> None:
     assert "bench server [OPTIONS]" in blockdraft("bench", "server", "--help").out
     assert "bench [OPTIONS]" in blockdraft("bench", "--help").out

@@ -42,7 +42,7 @@ def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in shown, message
 
 
-def test_what_does_not_fit(blockdraft: Run, tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_misfits_are_reported(blockdraft: Run, tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     code, out, _ = blockdraft("inspect", tmp_path / "deep", "--target", tiny_target_dir)

@@ -32,7 +32,7 @@ def test_facts(tmp_path: Path) -> None:
     assert facts["compiled decoder"].startswith(("works", "none, since there is no C compiler (no-such-compiler)"))
 
 
-def test_what_needs_no_torch_comes_first() -> None:
+def test_facts_without_torch_come_first() -> None:
     code = "import sys; from blockdraft.cli.machine import facts; found = facts(); names = [next(found)[0]"
     code += " for _ in range(13)]; print(names, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -68,7 +68,7 @@ def test_list(cache: Path, run: Run) -> None:
     assert report["kinds"]["threads"] == {"files": 0, "bytes": 0, "newest": None}
 
 
-def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run) -> None:
+def test_clear_deletes_only_known_files(cache: Path, run: Run) -> None:
     code, out, err = run("clear", "costs")
     assert (code, out, err) == (0, "costs: 2 files, 0.0 KiB deleted\n", "")
     assert not any((cache / "costs").iterdir()) and (cache / "libraries" / "c.so").exists()
@@ -125,7 +125,7 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: R
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_of_a_known_kind(
+def test_cached_files_are_of_known_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
@@ -139,14 +139,6 @@ def test_what_is_kept_is_of_a_known_kind(
     stored_costs.store(stored_costs.path(*pair), costs, stored_costs.pair_of(*pair))
     kinds = {path.name for path in tmp_path.iterdir()}
     assert "costs" in kinds <= set(CACHED) and ("libraries" in kinds or library is None)
-
-
-def test_what_another_process_may_still_be_writing_is_left_alone(cache: Path, run: Run) -> None:
-    for name in ("costs/new.partial", "costs/old.partial"):
-        (cache / name).write_text("half")
-    os.utime(cache / "costs/old.partial", (0, 0))
-    assert run("clear", "costs")[0] == 0
-    assert [file.name for file in (cache / "costs").iterdir()] == ["new.partial"]
 
 
 def test_costs_are_measured_once_and_shown(

@@ -34,7 +34,7 @@ for words in ("--version", "--help", "models", "cache list", "pull nosuch", "rad
 """
 
 
-def test_what_computes_nothing_starts_without_torch() -> None:
+def test_light_commands_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", COMMANDS], capture_output=True, text=True, check=True)
     ends = [line for line in done.stdout.splitlines() if line.endswith(" []")]
     assert [line.split()[-2] for line in ends] == ["0", "0", "0", "0", "2", "0"]

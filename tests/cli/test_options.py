@@ -1,6 +1,5 @@
 """Options that are generated from settings classes, and how commands read them."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +11,7 @@ from typer.testing import CliRunner
 from blockdraft.cli import app
 from blockdraft.cli.options import Only, add
 from blockdraft.errors import UsageError
-from blockdraft.settings import Count, Flag, Texts, described, settings
+from blockdraft.settings import Count, Flag, Texts, settings
 
 
 @settings
@@ -25,10 +24,10 @@ class Shape:
     extent: int | Literal["auto"] = Field("auto", description="Extent of a thing.")
 
 
-@dataclass(frozen=True)
+@settings
 class Colour:
-    red: float = described(0.5, "Share of red.")
-    size: int = described(1, "Size of a spot.")
+    red: float = Field(0.5, description="Share of red.")
+    size: int = Field(1, description="Size of a spot.")
 
     def __post_init__(self) -> None:
         if self.red > 1:

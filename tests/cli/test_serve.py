@@ -20,7 +20,7 @@ Run = Callable[..., Any]
         (["--target", "/no/such/model", "--drafter", "none"], "/no/such/model"),
     ],
 )
-def test_what_cannot_be_is_reported(arguments: list[str], message: str, blockdraft: Run) -> None:
+def test_bad_options(arguments: list[str], message: str, blockdraft: Run) -> None:
     code, _, err = blockdraft("serve", "--port", "0", *arguments)
     assert code == 2 and message in err
 

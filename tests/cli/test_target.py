@@ -2,19 +2,15 @@
 
 import os
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from blockdraft import cli, timing
-from blockdraft.cli.target import DecodingSettings, drafter_or_lookup, load, need_drafter
+from blockdraft.cli.target import DecodingSettings, drafter_or_lookup, need_drafter
 from blockdraft.errors import UsageError
-from blockdraft.targets import load_target_text
 
 Run = Callable[..., Any]
 COMMANDS = {
@@ -45,7 +41,7 @@ def test_adapter_and_revision_reach_the_loader(
     assert "is 'v2', and" in blockdraft(command, *words, "--revision", "v2").err
 
 
-def test_how_a_target_is_run_reaches_the_loader(tiny_target_dir: Path) -> None:
+def test_target_settings_reach_the_loader(tiny_target_dir: Path) -> None:
     settings = {"dtype": "bfloat16", "device": "cpu", "backend": "native", "compile": "off", "exact": True}
     target = DecodingSettings(str(tiny_target_dir), quantize="int8", **settings).load_for("none")
     assert (str(target.dtype), target.backend) == ("torch.bfloat16", "native")
@@ -74,7 +70,7 @@ def test_a_target_without_a_drafter_is_reported_how_to_get_one(command: str, tmp
     assert "blockdraft fit --target some/model --out DIR" in done.err
 
 
-def test_the_remedy_for_a_gguf_file_fits_a_drafter_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedy_for_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
     with pytest.raises(ValueError, match="blockdraft fit --target model.gguf --out DIR"):
@@ -87,39 +83,6 @@ def test_a_broken_gguf_file_is_reported_before_a_drafter_is_asked_for(tmp_path: 
         drafter_or_lookup(str(tmp_path / "model.gguf"), None)
 
 
-def test_the_bundled_target_by_name() -> None:
-    need_drafter("bundled", None, "or none")  # which has one
-    assert load_target_text("bundled").max_context == load_target_text().max_context
-
-
-def test_a_folder_that_is_not_there_is_reported_before_a_drafter_is_asked_for(tmp_path: Path, blockdraft: Run) -> None:
-    for absent in (tmp_path / "absent", "absent"):
-        done = blockdraft("generate", "hi", "--target", absent)
-        assert done.code == 2 and f"There is no {absent}" in done.err
-
-
-@pytest.mark.parametrize("command", ["fit", "train", "chat"])
-def test_help_is_wrapped_by_the_terminal_and_not_by_the_source(command: str) -> None:
-    [message] = [
-        entry.help for entry in cli.app.registered_commands if entry.callback and entry.callback.__name__ == command
-    ]
-    assert message is not None and "\n\n" in message
-    assert "\n" not in message.replace("\n\n", "")
-
-
-def test_an_adapter_has_no_part_in_what_a_server_writes(blockdraft: Run) -> None:
+def test_adapter_excludes_a_server(blockdraft: Run) -> None:
     done = blockdraft("data", "x.jsonl", "--out", "x", "--adapter", "some/lora")
     assert done.code == 2 and "--adapter is for our own engine" in done.err
-
-
-def test_loading_that_takes_long_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def slow(*_: object, **__: object) -> SimpleNamespace:
-        time.sleep(0.1)
-        return SimpleNamespace(backend_reason=None, chosen_for=None)
-
-    monkeypatch.setattr("blockdraft.targets.load_target", slow)
-    monkeypatch.setattr(timing, "TELL_SECONDS", 0.01)
-    load("target")
-    assert capsys.readouterr().err.startswith("Loading the target ... (0 s)\n")

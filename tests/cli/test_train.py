@@ -1,6 +1,5 @@
 """The command `train`: its options and the recipe's."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -59,9 +58,7 @@ def test_bad_input(arguments: list[str], message: str, tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_all_that_is_wrong_is_reported_before_the_target_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_errors_are_reported_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = [
         "--target",
@@ -140,32 +137,3 @@ def test_a_run_ends_with_a_table_and_the_command(
     result = CliRunner().invoke(app, ["train", "dflash", *flags, "--format", other])
     assert result.exit_code == 0, result.exception
     assert recognises(tmp_path / "drafter") == (other == "speculators")
-
-
-@pytest.mark.slow
-def test_a_flow_map_drafts_in_as_many_passes_as_it_was_trained_to_say(
-    tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
-) -> None:
-    out = tmp_path / "drafter"
-    fields = {"layers": 1, "target_layers": 1, "block-size": 4, "length": 40, "batch": 2, "anchors": 3, "steps": 2}
-    fields |= {"held-out": 4, "eval-prompts": 0, "diffusion-steps": 3, "jumps": 0.25}
-    flags = [f"--{name}={value}" for name, value in fields.items()]
-    flags += ["--device", "cpu", "--trackers", "", "--data", str(tiny_data_dir), "--target", str(tiny_target_dir)]
-    result = CliRunner().invoke(app, ["train", "flow", *flags, "--out", str(out)])
-    assert result.exit_code == 0, result.exception
-    shown = CliRunner().invoke(app, ["inspect", str(out), "--json"])
-    assert shown.exit_code == 0, shown.exception
-    text = json.loads(shown.output)
-    assert text["about"]["architecture"] == "FlowMapDraftModel"
-    assert text["conventions"]["FlowMapDraftModel"]["diffusion_steps"] == 3
-    answers = []
-    for passes in ((), ("--draft-passes", "1"), ("--drafter", "none")):
-        words = ["generate", "--target", str(tiny_target_dir), "--drafter", str(out), *passes, "--max-new-tokens", "8"]
-        answered = CliRunner().invoke(app, [*words, "the cat"])
-        assert answered.exit_code == 0, answered.exception
-        answers.append(answered.stdout.splitlines()[0])
-    assert answers[0] == answers[1] == answers[2]
-    refused = CliRunner().invoke(
-        app, ["train", "flow", *flags, "--out", str(tmp_path / "x"), "--format", "speculators"]
-    )
-    assert isinstance(refused.exception, ValueError) and "FlowMapDraftModel" in str(refused.exception)

@@ -61,7 +61,7 @@ def test_padding_is_found_as_transformers_finds_it(model: PreTrainedModel, decod
     assert not torch.equal(decode(**given), decode(max_new_tokens=8))
 
 
-def test_what_was_loaded_serves_again_and_is_not_copied(
+def test_loaded_models_are_reused_and_not_copied(
     model: PreTrainedModel, decode: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = []
@@ -154,7 +154,7 @@ def test_streamer(decode: Callable[..., Tensor]) -> None:
         ({"drafter": "no/such"}, "no/such is no folder here"),
     ],
 )
-def test_what_is_not_supported_is_refused(decode: Callable[..., Tensor], given: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_refused(decode: Callable[..., Tensor], given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         decode(**given)
 

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import blockdraft
 from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
-from blockdraft.decode.proposal import ChainPlan
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
-from blockdraft.types import SamplingParams
 
 PROMPTS = [[5, 17, 3, 80, 44, 9], [61, 2], [30, 31, 32, 33]]
 PAD = 95
@@ -25,11 +22,6 @@ def padded(prompts: list[list[int]], side: str) -> dict[str, Tensor]:
     ids = [pad + p if side == "left" else p + pad for pad, _, p, _ in fill]
     mask = [no + yes if side == "left" else yes + no for _, no, _, yes in fill]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-def test_both_packages_have_the_names() -> None:
-    assert blockdraft.DFlashConfig is DFlashConfig
-    assert blockdraft.DFlashGenerationMixin is DFlashGenerationMixin
 
 
 @pytest.fixture
@@ -112,62 +104,6 @@ def test_refinement_does_not_change_the_output(model, config, good_draft_tokens,
     assert max(max(stats.drafted) for stats in mixin.last_stats) == (block_size or 8) - 1
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_each_step_takes_that_many_draft_passes(model, config, steps):
-    mixin = DFlashGenerationMixin(model, replace(config, diffusion_steps=steps))
-    passes = 0
-
-    def count(*_: object) -> None:
-        nonlocal passes
-        passes += 1
-
-    mixin.drafter._run.network.layers[0].register_forward_hook(count)
-    mixin.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=20)
-    [stats] = mixin.last_stats
-    assert passes == steps * sum(drafted > 0 for drafted in stats.drafted)
-
-
-# Of 7 draft tokens, those still masked before each pass; by hand from 1 - cos(pi t / 2) and t.
-MASKED = {
-    (1, "cosine"): [7],
-    (2, "cosine"): [7, 5],  # 0.293 * 7 = 2.05 are settled
-    (4, "cosine"): [7, 6, 5, 3],  # 0.53 (one at least), 2.05, 4.32
-    (1, "linear"): [7],
-    (3, "linear"): [7, 5, 2],  # 2.33, 4.67
-    (7, "linear"): [7, 6, 5, 4, 3, 2, 1],
-}
-
-
-@pytest.mark.parametrize(("steps", "schedule"), MASKED)
-def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule):
-    mixin = DFlashGenerationMixin(model, replace(config, diffusion_steps=steps, noise_schedule=schedule))
-    drafter, seen = mixin.drafter, []
-    draft = drafter._draft_pass
-
-    def look(state: object, tokens: Tensor, first: int = 0, window: int | None = None) -> tuple[Tensor, Tensor]:
-        seen.append(tokens.clone())
-        hidden, logits = draft(state, tokens, first, window)
-        logits[..., drafter.config.mask_token_id] = -1e9  # so that a mask is an unsettled slot and no draft token
-        return hidden, logits
-
-    monkeypatch.setattr(drafter, "_draft_pass", look)
-    state = drafter.new_state(2, 32)
-    prompts = torch.tensor([[5, 17, 3], [7, 8, 9]])
-    drafter.observe(state, prompts, torch.randn(2, 3, 64), [3, 2])
-    proposal = drafter.propose(state, torch.tensor([4, 6]), ChainPlan(8, [SamplingParams()] * 2))
-    mask = drafter.config.mask_token_id
-    assert [(tokens == mask).sum(dim=1).tolist() for tokens in seen] == [[n, n] for n in MASKED[steps, schedule]]
-    for earlier, later in zip(seen, [*seen[1:], proposal.tokens], strict=True):
-        settled = earlier != mask
-        assert torch.equal(earlier[settled], later[settled])
-    assert mask not in proposal.tokens
-
-
-def test_calls_leave_no_hooks_on_the_model(model, mixin):
-    mixin.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=5)
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 def test_sampling_only_where_asked(mixin, good_draft_tokens):
     inputs = padded(PROMPTS, "left")
     once = mixin.generate(**inputs, max_new_tokens=15, do_sample=True, temperature=2.0, top_k=50, top_p=0.9, seed=3)
@@ -178,11 +114,6 @@ def test_sampling_only_where_asked(mixin, good_draft_tokens):
     assert torch.equal(once, plain)
     assert not torch.equal(once, greedy)
     assert torch.equal(mixin.generate(**inputs, max_new_tokens=15, do_sample=True, top_k=1), greedy)
-
-
-def test_equal_prompts_draw_different_answers(mixin):
-    rows = mixin.generate(torch.tensor([[5, 6], [5, 6]]), max_new_tokens=15, do_sample=True, temperature=2.0, seed=0)
-    assert not torch.equal(rows[0], rows[1])
 
 
 def test_sampling_values_without_sampling_are_reported(mixin, greedy):

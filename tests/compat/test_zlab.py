@@ -41,11 +41,6 @@ def test_equals_greedy_generate(model, draft, good_draft_tokens, greedy, count):
     assert output.tolist() == [PROMPT + greedy(PROMPT, count)]
 
 
-def test_a_loaded_drafter_is_taken_too(model, drafter, greedy):
-    output = spec_generate(drafter, target=model, input_ids=torch.tensor([PROMPT]), max_new_tokens=20)
-    assert output.tolist() == [PROMPT + greedy(PROMPT, 20)]
-
-
 def test_positional_arguments_stand_in_zlabs_order(model, draft, greedy):
     answer = greedy(PROMPT, 20)
     first_end = answer.index(answer[8]) + 1
@@ -108,7 +103,7 @@ def test_a_drafter_of_another_target_is_refused(model, wide_drafter_dir):
         draft.spec_generate(model, PROMPT, 5)
 
 
-def test_what_is_no_target_is_refused(draft):
+def test_target_of_another_type_is_refused(draft):
     with pytest.raises(ValueError, match="target is a str"):
         draft.spec_generate("folder", PROMPT, 5)
 

@@ -286,10 +286,10 @@ def test_a_request_that_may_not_draft_does_not(target: Target, plain: list[list[
 @pytest.mark.parametrize(
     ("prediction", "message"),
     [
-        ([5, -1], "entries of prediction must be token ids from 0 on, got -1"),
-        ([5, "a"], "entries of prediction must be token ids from 0 on, got 'a'"),
-        (b"x", "prediction must be a list of token ids, or a text, got b'x'"),
-        (7, "prediction must be a list of token ids, or a text, got 7"),
+        ([5, -1], r"prediction\[1\] must be at least 0, got -1"),
+        ([5, "a"], r"prediction\[1\] must be a whole number, got 'a'"),
+        (b"x", "prediction must be a text or a list, got b'x'"),
+        (7, "prediction must be a text or a list, got 7"),
         ([10**6], "prediction names the token 1000000, outside the target's vocabulary"),
     ],
 )

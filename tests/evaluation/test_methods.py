@@ -1,7 +1,6 @@
 import pytest
 
 from blockdraft.evaluation.methods import Method, parse_methods
-from blockdraft.evaluation.settings import Settings
 from blockdraft.types import Drafting
 
 
@@ -71,10 +70,3 @@ def test_sampled_draft_tokens_come_in_chains() -> None:
 def test_bad_methods(names: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_methods(names, None, None, 32)
-
-
-def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match="batch_size must be at least 1"):
-        Settings(batch_size=0)
-    with pytest.raises(ValueError, match="repeats must be at least 1"):
-        Settings(repeats=0)

@@ -5,7 +5,7 @@ import pytest
 from blockdraft.engine import Engine
 from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.prompts import PromptSet
-from blockdraft.evaluation.settings import Settings
+from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.speed import host_share, load_methods, measure, profiles
 from blockdraft.targets import load_target
 from blockdraft.timing import CONTEXT, DRAFT_CHOICE, FORWARD, HEAD, PARTS, PASS, listening
@@ -21,12 +21,12 @@ def engines(tiny_target_dir: Path, tiny_drafter_dir: Path) -> dict[str, Engine]:
 def test_every_part_of_a_step_is_found(engines: dict[str, Engine]) -> None:
     sets, settings, params = (
         [PromptSet("few", ("one", "two", "three"))],
-        Settings(batch_size=2, repeats=2),
+        MeasureSettings(batch_size=2, repeats=2),
         SamplingParams(8),
     )
     trials = measure(engines, sets, params, settings)
     seen: list[tuple[str, int, int]] = []
-    found = profiles(engines, sets, params, settings, trials, lambda *told: seen.append(told))
+    found = profiles(engines, sets, params, settings, trials, lambda *step: seen.append(step))
     assert list(found) == list(engines) and seen[-1] == ("profile", 9, 9)
     timed = {name: sum(t.steps for t in trials if t.method == name and t.repeat == 0) for name in engines}
     for name, one in found.items():

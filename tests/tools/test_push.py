@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft import cli
 from blockdraft.errors import UsageError
-from blockdraft.formats import read_drafter, zlab
+from blockdraft.formats import zlab
 from blockdraft.targets import BUNDLED
 from blockdraft.tools.push import Known, known_of, prepare, upload
 
@@ -89,34 +89,12 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     assert str(tmp_path) not in card and str(tiny_target_dir) not in card
 
 
-def test_other_kinds(
-    tmp_path: Path, tiny_target_dir: Path, tiny_eagle3_dir: Path, tiny_medusa_dir: Path, tiny_mtp_dir: Path
-) -> None:
-    """The weights are copied whatever the file is called, and the folder still holds a drafter."""
-    for drafter, weights, told in (
-        (tiny_eagle3_dir, "model.safetensors", "5 tokens at a time and reads the outputs of the target's layers 0, 1"),
-        (tiny_medusa_dir, "medusa_lm_head.pt", "up to 3 tokens at a time and reads the input of the target's head"),
-        (tiny_mtp_dir, "model.safetensors", "up to 3 tokens at a time and reads the input of the target's head"),
-    ):
-        out = tmp_path / drafter.name
-        prepare(drafter, str(tiny_target_dir), out, None, NOTHING)
-        assert {file.name for file in out.iterdir()} == {"README.md", "config.json", "custom_generate", weights}
-        assert told in (out / "README.md").read_text()
-        assert read_drafter(out, None, 3).config == read_drafter(drafter, None, 3).config
-
-
-def test_what_a_killed_process_left_goes(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    (tmp_path / ".out.k1ll3d" / "new").mkdir(parents=True)
-    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "out", None, NOTHING)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_the_bundled_pair(tmp_path: Path) -> None:
     prepare("bundled", str(BUNDLED), tmp_path / "out", None, NOTHING)
     assert "2 layers and 1.4 M parameters" in (tmp_path / "out/README.md").read_text()
 
 
-def test_what_is_not_known_is_said_so(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_card_without_records(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "one", None, NOTHING)
     card = (tmp_path / "one/README.md").read_text()
     assert "Not measured yet" in card and "Not recorded." in card and "OWNER/NAME" in card
@@ -166,7 +144,7 @@ def test_cards_of_all_kinds(
             assert line in card, (tag, line)
 
 
-def test_what_lies_beside_a_drafter_is_found(tmp_path: Path) -> None:
+def test_records_beside_a_drafter_are_found(tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     assert known_of(drafter) == NOTHING
     for name, content in (
@@ -185,7 +163,7 @@ def test_what_lies_beside_a_drafter_is_found(tmp_path: Path) -> None:
         known_of(drafter, data=tmp_path / "other")
 
 
-def test_what_is_none_of_ours_is_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_foreign_records_are_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target = str(tiny_target_dir)
     for wrong, message in (
         (Known({"mine": 1}, (), None), "results.json was not written by `blockdraft bench --out`"),
@@ -195,12 +173,6 @@ def test_what_is_none_of_ours_is_refused(tmp_path: Path, tiny_target_dir: Path, 
         with pytest.raises(UsageError, match=message):
             prepare(tiny_drafter_dir, target, tmp_path / "out", None, wrong)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_log_of_a_killed_run(tmp_path: Path) -> None:
-    (tmp_path / "drafter.run").mkdir()
-    (tmp_path / "drafter.run" / "log.jsonl").write_text('{"step": 1, "tau": 2.5}\n{"step": 2, "ta')
-    assert known_of(tmp_path / "drafter").taus == [2.5]
 
 
 def test_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:

@@ -18,12 +18,12 @@ from pydantic import Field, Strict
 from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, standard, tell
 from blockdraft.cli.options import DRAFTING, OUTPUT, SAMPLING, Only
-from blockdraft.cli.target import AsJson, Decoded, DraftNetwork, Files, Overwrite, need_drafter, tell_unused
+from blockdraft.cli.target import AsJson, DecodingTarget, DraftNetwork, Files, Overwrite, need_drafter, tell_unused
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.evaluation.settings import LoadSettings, Settings, SuiteSettings
+from blockdraft.evaluation.settings import LoadSettings, MeasureSettings, SuiteSettings
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Drafting, SamplingParams
 
@@ -39,7 +39,6 @@ METHODS = (
     f"lookup+{CHAIN} or lookup+{TREE}:64, both drafters together."
 )
 Sampled = Annotated[SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)]
-Cuts = Annotated[SamplingParams, Only("top_k top_p", SAMPLING)]
 FixedDrafting = Annotated[Drafting, Only("block_size draft_window draft_passes", DRAFTING)]
 FIXED = Drafting(None)  # `bench` measures blocks of the trained size unless "auto" is asked for
 Temperatures = Annotated[tuple[float, ...], Strict(False), Field(min_length=1), Flag(metavar="T,...", panel=SAMPLING)]
@@ -56,9 +55,9 @@ class MethodSettings:
         None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
     )
 
-    def parsed(self, target: str | None, drafting: Drafting, how: Settings) -> list[Method]:
+    def parsed(self, target: str | None, drafting: Drafting, measurement: MeasureSettings) -> list[Method]:
         """Return the methods. Raise a UsageError if one needs a drafter and none is known for the target."""
-        extent = drafting.block_size, how.tree_budget, drafting.draft_window, drafting.draft_passes
+        extent = drafting.block_size, measurement.tree_budget, drafting.draft_window, drafting.draft_passes
         methods = parse_methods(self.methods, self.drafter, *extent)
         if any(method.drafter is None for method in methods):
             need_drafter(target, self.drafter, "name other methods")
@@ -70,21 +69,18 @@ class BenchSettings(MethodSettings):
     """What `blockdraft bench` measures and writes."""
 
     prompts: Files = Field((), description=PROMPTS)
-    out: Results = Field(None, description="Folder for results.json, and pictures of acceptance, tau and speed-up.")
+    out: Results = Field(None, description="Folder for results.json.")
     profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
-        False, description="Decode once more and show where the time of a step goes; with --out also in profile.png."
-    )
-    pictures: Annotated[bool, Flag(panel=OUTPUT)] = Field(
-        True, description="Draw pictures, which needs matplotlib (the extra `bench` of this package)."
+        False, description="Decode once more, and show where the time of a step goes."
     )
 
 
 def bench(
     *,
-    run: Decoded,
-    what: BenchSettings,
+    model: DecodingTarget,
+    options: BenchSettings,
     network: DraftNetwork,
-    how: Settings,
+    measurement: MeasureSettings,
     sampling: Sampled,
     drafting: FixedDrafting = FIXED,
     overwrite: Overwrite = False,
@@ -99,37 +95,34 @@ def bench(
     of the DFlash paper.
     """
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
-    methods = what.parsed(run.target, drafting, how)
+    methods = options.parsed(model.target, drafting, measurement)
     tell_unused(params, [params.temperature], _sampled(methods))
-    sets = read_prompt_sets(list(what.prompts), how.limit)
+    sets = read_prompt_sets(list(options.prompts), measurement.limit)
 
     from blockdraft.cli import answers
     from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation import report, speed
-    from blockdraft.evaluation.pictures import require_pictures
     from blockdraft.evaluation.results import results
 
-    if what.out is not None:
-        check_overwrite(what.out, [report.RESULTS], overwrite)
-        if what.pictures:
-            require_pictures()
+    if options.out is not None:
+        check_overwrite(options.out, [report.RESULTS], overwrite)
     speed.check_methods(methods)
-    target = run.load_for(None, network)
-    engines = speed.load_methods(methods, target, how.batch_size, network)
+    target = model.load_for(None, network)
+    engines = speed.load_methods(methods, target, measurement.batch_size, network)
     with exit_on_interrupt(DISCARDED), display.progress("answers") as progress:
-        trials = speed.measure(engines, sets, params, how, progress)
-        profiles = speed.profiles(engines, sets, params, how, trials, progress) if what.profile else None
+        trials = speed.measure(engines, sets, params, measurement, progress)
+        profiles = speed.profiles(engines, sets, params, measurement, trials, progress) if options.profile else None
 
     arguments = {
-        **asdict(run),
-        **asdict(how),
+        **asdict(model),
+        **asdict(measurement),
         **asdict(network),
         **_picked(params, "max_new_tokens temperature top_k top_p seed"),
         **_picked(drafting, "block_size draft_window draft_passes"),
         **_picked(target, "backend running vocab_size"),
         "methods": [method.name for method in methods],
-        "prompts": [str(path) for path in what.prompts],
-        "drafter": what.drafter,
+        "prompts": [str(path) for path in options.prompts],
+        "drafter": options.drafter,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
@@ -139,8 +132,8 @@ def bench(
     }
     measured = results(trials, arguments, target.device, profiles, _sampled(methods))
     try:
-        if what.out is not None:
-            report.write(what.out, measured, what.pictures)
+        if options.out is not None:
+            report.write(options.out, measured)
     finally:  # also if the disk is full
         if as_json:
             print(measured.as_json(), end="")
@@ -166,7 +159,7 @@ class ServerBenchSettings:
     raw: bool = Field(False, description="Send prompts as they are, to /v1/completions, instead of as chats.")
     prompts: Files = Field((), description=PROMPTS)
     temperature: Temperatures = Field((SamplingParams.temperature,), description=TEMPERATURES)
-    out: Results = Field(None, description="Folder for server.json and server.csv.")
+    out: Results = Field(None, description="Folder for server.json.")
 
 
 def bench_server(
@@ -179,8 +172,8 @@ def bench_server(
             f"{SERVER_KEY}.",
         ),
     ],
-    what: ServerBenchSettings,
-    how: Annotated[Settings, Only("limit")],
+    options: ServerBenchSettings,
+    measurement: Annotated[MeasureSettings, Only("limit")],
     load: LoadSettings,
     sampling: Annotated[SamplingParams, Only("max_new_tokens top_k top_p seed", SAMPLING)],
     overwrite: Overwrite = False,
@@ -191,32 +184,34 @@ def bench_server(
     The exit code is 1 if requests fail.
     """
     sampling = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
-    params = [replace(sampling, temperature=temperature) for temperature in what.temperature]
-    tell_unused(sampling, what.temperature)
-    sets = read_prompt_sets(list(what.prompts), how.limit)
+    params = [replace(sampling, temperature=temperature) for temperature in options.temperature]
+    tell_unused(sampling, options.temperature)
+    sets = read_prompt_sets(list(options.prompts), measurement.limit)
     arguments = {
         "url": url,
-        **_picked(what, "against model raw"),
-        "prompts": [str(path) for path in what.prompts],
-        "limit": how.limit,
-        "temperatures": ",".join(f"{temperature:g}" for temperature in what.temperature),
+        **_picked(options, "against model raw"),
+        "prompts": [str(path) for path in options.prompts],
+        "limit": measurement.limit,
+        "temperatures": ",".join(f"{temperature:g}" for temperature in options.temperature),
         **_picked(sampling, "max_new_tokens top_k top_p seed"),
         **asdict(load),
     }
 
     from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation.servers import report
-    from blockdraft.evaluation.servers.measure import Server, measure
+    from blockdraft.evaluation.servers.client import Client
+    from blockdraft.evaluation.servers.measure import measure
 
     key = os.environ.get(SERVER_KEY)
-    servers = [Server(place, what.model, key, what.raw) for place in (url, what.against) if place is not None]
-    if what.out is not None:
-        check_overwrite(what.out, (report.JSON, report.CSV), overwrite)
+    places = [place for place in (url, options.against) if place is not None]
+    clients = [Client(place, options.model, key, options.raw, load.silence) for place in places]
+    if options.out is not None:
+        check_overwrite(options.out, [report.JSON], overwrite)
     with exit_on_interrupt(DISCARDED), display.progress("requests") as progress:
-        measured = measure(servers, sets, params, load, progress)
+        measured = measure(clients, sets, params, load, progress)
     try:
-        if what.out is not None:
-            report.write(what.out, measured, arguments)
+        if options.out is not None:
+            report.write(options.out, measured, arguments)
     finally:  # also if the disk is full
         if as_json:
             print(report.as_json(measured, arguments), end="")
@@ -224,7 +219,7 @@ def bench_server(
             report.show(standard(), measured)
         sys.stdout.flush()
     if measured.stopped:  # a server died or hung after the first level
-        place = "printed" if what.out is None else f"printed and in {what.out}"
+        place = "printed" if options.out is None else f"printed and in {options.out}"
         raise UsageError(f"{measured.stopped} What was measured before is {place}.")
     if any(level.failed for level in measured.levels):
         raise typer.Exit(1)
@@ -238,41 +233,38 @@ class SuiteBenchSettings(MethodSettings):
     temperature: Temperatures = Field((SamplingParams.temperature,), description=TEMPERATURES)
     out: Results = Field(
         None,
-        description="Folder for suite.json and suite.csv, written set by set. The same command resumes from there.",
+        description="Folder for suite.json, written set by set. The same command resumes from there.",
     )
 
 
 def bench_suite(
     *,
-    run: Decoded,
-    what: SuiteBenchSettings,
+    model: DecodingTarget,
+    options: SuiteBenchSettings,
     network: DraftNetwork,
     settings: SuiteSettings,
-    how: Annotated[Settings, Only("tree_budget")],
-    cuts: Cuts,
+    measurement: Annotated[MeasureSettings, Only("tree_budget")],
     drafting: FixedDrafting = FIXED,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the prompt sets of the DFlash paper (arXiv 2602.06036), and print its figures next to yours."""
-    methods = what.parsed(run.target, drafting, how)
-    tell_unused(cuts, what.temperature, _sampled(methods))
+    """Measure the prompt sets of the DFlash paper (arXiv 2602.06036)."""
+    methods = options.parsed(model.target, drafting, measurement)
     params = [
-        replace(cuts, max_new_tokens=settings.max_new_tokens, temperature=temperature, seed=settings.seed)
-        for temperature in what.temperature
+        SamplingParams(settings.max_new_tokens, temperature, seed=settings.seed) for temperature in options.temperature
     ]
+    tell_unused(params[0], options.temperature, _sampled(methods))
 
     from blockdraft.evaluation.results import hardware
     from blockdraft.evaluation.speed import check_methods, load_methods
     from blockdraft.evaluation.suite import measure, results
-    from blockdraft.evaluation.suite.paper import model_of
     from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
     from blockdraft.folders import held
 
-    tasks = chosen_tasks("paper", settings.tasks)
+    tasks = chosen_tasks(settings.tasks)
     prompts = read_tasks(tasks, settings.suite_data, settings.limit)
     check_methods(methods)
-    target = run.load_for(None, network)
+    target = model.load_for(None, network)
     machine = hardware(target.device)
     running = {
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -280,18 +272,16 @@ def bench_suite(
         "machine": machine["gpu"] or machine["cpu"],
     }
     arguments: dict[str, Any] = {
-        "suite": "paper",
-        "drafter": what.drafter,
+        "drafter": options.drafter,
         **{name: value for name, value in asdict(network).items() if value},
         "methods": {method.name: asdict(method.drafting) for method in methods},
         **_picked(settings, "limit max_new_tokens seed"),
-        **_picked(cuts, "top_k top_p"),
-        **asdict(run),
+        **asdict(model),
         **running,
     }
     about = {**running, "hardware": machine, "blockdraft": version("blockdraft")}
-    measured = results.Results(arguments, about, settings.paper_model or model_of(target.architecture))
-    out = what.out
+    measured = results.Results(arguments, about)
+    out = options.out
     resumable = "nothing was written" if out is None else f"the same command resumes from {out}"
     with held(out, "blockdraft bench suite") if out is not None else nullcontext():
         if out is not None:

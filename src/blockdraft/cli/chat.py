@@ -16,10 +16,10 @@ from rich.text import Text
 
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.target import (
-    Decoded,
+    DecodingTarget,
     DrafterSettings,
+    DraftingOptions,
     DraftNetwork,
-    HowFar,
     Sampling,
     auto_by_default,
     drafter_or_lookup,
@@ -42,7 +42,7 @@ COMMANDS = {
     "/help": "List the commands.",
     "/exit": "End the chat.",
 }
-KEYS = "Enter sends. Alt-Enter, or Enter after a \\, begins a new line. Ctrl-C stops an answer, Ctrl-D ends the chat."
+KEYS = "Enter sends. Alt-Enter begins a new line. Ctrl-C stops an answer, Ctrl-D ends the chat."
 ROOM = "/drop drops the oldest turn, /undo the last one, /reset all; /save FILE keeps a copy first."
 RAW = "The target has no chat template: it continues your text, and your next text is added to that."
 COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?\s*", re.DOTALL)
@@ -52,14 +52,14 @@ Read = Callable[[str, str], str]  # reads a line, given the prompt sign and the 
 
 def chat(
     *,
-    run: Decoded,
+    model: DecodingTarget,
     drafter: DrafterSettings,
     network: DraftNetwork,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message at the beginning of the conversation.")
     ] = None,
     sampling: Sampling = CHAT,
-    drafting: HowFar,
+    drafting: DraftingOptions,
 ) -> None:
     """Talk with a model.
 
@@ -67,14 +67,14 @@ def chat(
     /help lists commands and keys. If standard input or output is not a terminal, each line of the input is a message,
     and only the answers are printed.
     """
-    place = drafter_or_lookup(run.target, drafter.drafter)
+    place = drafter_or_lookup(model.target, drafter.drafter)
     tell_unused(sampling, [sampling.temperature], drafting.sampled)
 
     with uncollected():
         from blockdraft.drafters import load_drafter
         from blockdraft.engine import Conversation, chat_engine
 
-        target = run.load_for(place, network)
+        target = model.load_for(place, network)
         loaded = load_drafter(place, target=target, **network.options())
     with chat_engine(target, loaded, auto_by_default(drafting)) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -112,7 +112,7 @@ class Chat:
         while True:
             draft, self._draft = self._draft, ""
             try:
-                text = _message(self._read, draft)
+                text = self._read("> ", draft)
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -208,18 +208,6 @@ class Chat:
             tell(text)
         else:
             self._console.print(Text(text, style=colour))
-
-
-def _message(read: Read, draft: str) -> str:
-    """Read a message. A backslash at the end of a line continues it on the next."""
-    lines = [read("> ", draft)]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1].removesuffix("\\")
-        try:
-            lines.append(read(". ", ""))
-        except EOFError:
-            break
-    return "\n".join(lines)
 
 
 def _read_line(prompt: str, draft: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import Field
@@ -18,7 +18,7 @@ from blockdraft.cli.target import (
     Folder,
     Records,
     TargetSettings,
-    Trained,
+    TrainingTarget,
     quiet,
     read_template,
     set_template,
@@ -28,9 +28,6 @@ from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import Flag, settings
 from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import Quantize, SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 BatchSize = Annotated[DataSettings, Only("batch_size")]
 
@@ -46,10 +43,10 @@ def prompts(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for prompts.jsonl and held-out.jsonl.")],
-    run: Trained,
+    model: TrainingTarget,
     settings: PromptSettings,
     records: Records,
-    how: BatchSize,
+    data_settings: BatchSize,
 ) -> None:
     """Choose prompts for a target to answer, in random order and without repeats, and hold some out to measure on.
 
@@ -70,12 +67,12 @@ def prompts(
     complaints.noted(check_sources, sources or (), records)
     complaints.check()
     if sources:
-        chosen = read_prompts(sources, records, load_target_text(run.target or "bundled", run.revision), settings)
+        chosen = read_prompts(sources, records, load_target_text(model.target or "bundled", model.revision), settings)
     else:
-        target = run.load()
+        target = model.load()
         with (
             display.progress("prompts") as progress,
-            Engine(target, load_drafter("none", target=target), how.batch_size) as engine,
+            Engine(target, load_drafter("none", target=target), data_settings.batch_size) as engine,
         ):
             chosen = write_prompts(engine, settings, progress)
     store(out, chosen)
@@ -129,12 +126,14 @@ def data(
             show_default=False,
         ),
     ],
-    where: DataOut,
-    run: Trained,
+    options: DataOut,
+    model: TrainingTarget,
     sampling: Annotated[
         SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)
     ] = WRITTEN.sampling,
-    how: Annotated[DataSettings, Only("length template_args split_turns skip_faulty continued batch_size")] = WRITTEN,
+    data_settings: Annotated[
+        DataSettings, Only("length template_args split_turns skip_faulty continued batch_size")
+    ] = WRITTEN,
     records: Annotated[RecordSettings, Only("split subset limit text_field prompt_field response_field", DATA)],
     as_json: AsJson = False,
 ) -> None:
@@ -143,11 +142,11 @@ def data(
     A drafter learns best from the target's own words: use --regenerate for chats and prompts, --continue for plain
     text. A target without a chat template continues whatever it is given. The same command resumes an interrupted run.
     """
-    regenerate = where.regenerate or how.continued is not None
-    server = where.server
-    if (server or where.drafter) and not regenerate:
+    regenerate = options.regenerate or data_settings.continued is not None
+    server = options.server
+    if (server or options.drafter) and not regenerate:
         raise UsageError("--server and --drafter are for regenerated responses; add --regenerate or --continue N.")
-    for name, value in (("adapter", run.adapter), ("quantize", where.quantize)):
+    for name, value in (("adapter", model.adapter), ("quantize", options.quantize)):
         if value and (server or not regenerate):
             raise UsageError(f"--{name} is for our own engine; add --regenerate, without --server, or leave it out.")
 
@@ -160,20 +159,20 @@ def data(
     from blockdraft.targets import load_target_text, target_fingerprint
 
     quiet()
-    out = where.out
+    out = options.out
     writer: Literal["text", "target", "server"] = "text" if not regenerate else "server" if server else "target"
-    settings = replace(how, writer=writer, author=where.model, sampling=sampling)
+    settings = replace(data_settings, writer=writer, author=options.model, sampling=sampling)
     # Faults of the files are reported before the target is loaded, and faults of records before its weights are.
     complaints = Complaints()
     complaints.noted(check_writable, out)
     complaints.noted(check_sources, sources, records)
-    template = complaints.noted(read_template, where.chat_template) if where.chat_template else None
+    template = complaints.noted(read_template, options.chat_template) if options.chat_template else None
     complaints.check()
-    text = load_target_text(run.target or "bundled", run.revision)
+    text = load_target_text(model.target or "bundled", model.revision)
     set_template(text, template)
     tell("reading and checking the records ...")
     checked = RecordReader(text, sources, records, settings).check()
-    target = run.load(quantize=where.quantize) if writer == "target" else None
+    target = model.load(quantize=options.quantize) if writer == "target" else None
     if target is not None:
         set_template(target, template)
         settings = replace(settings, author=target_fingerprint(target))
@@ -190,11 +189,11 @@ def data(
         tell(reader.continued_note)
 
     responder: Responder | None = None
-    if server is not None and where.model is not None:
-        responder = ServerResponder(server, where.model, how.batch_size, reader.encoder.template_args)
+    if server is not None and options.model is not None:
+        responder = ServerResponder(server, options.model, data_settings.batch_size, reader.encoder.template_args)
     elif target is not None:
-        drafter = load_drafter(where.drafter or "none", target=target)
-        responder = EngineResponder(Engine(target, drafter, how.batch_size))
+        drafter = load_drafter(options.drafter or "none", target=target)
+        responder = EngineResponder(Engine(target, drafter, data_settings.batch_size))
     arguments = {"sources": sources, "limit": records.limit, "split": records.split, "subset": records.subset}
 
     def interrupted() -> str:
@@ -202,7 +201,9 @@ def data(
         return f"Interrupted; {done} are kept in {out}. The same command goes on."
 
     with exit_on_interrupt(interrupted), display.progress("records") as progress:
-        manifest = preparation.run(responder, progress, tell, target=str(run.target or "bundled"), arguments=arguments)
+        manifest = preparation.run(
+            responder, progress, tell, target=str(model.target or "bundled"), arguments=arguments
+        )
     if as_json:
         print(json.dumps(manifest))
         return
@@ -226,8 +227,8 @@ def hidden_states(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the hidden states, new or of an interrupted run.")
     ],
-    run: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
-    how: HiddenStateSettings,
+    model: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
+    options: HiddenStateSettings,
 ) -> None:
     """Store the hidden states of the target's layers for training data, so that training does not compute them.
 
@@ -238,9 +239,9 @@ def hidden_states(
     from blockdraft.data.target_layers import chosen_target_layers
 
     documents = read_data(data)
-    target = run.load()
-    layers = chosen_target_layers(how.target_layers, target.num_layers)
-    cache = plan_hidden_states(out, target, documents, layers, how)
+    target = model.load()
+    layers = chosen_target_layers(options.target_layers, target.num_layers)
+    cache = plan_hidden_states(out, target, documents, layers, options)
     names = ", ".join(map(str, layers))
     tell(
         f"{counted(len(documents), 'document')}, {sum(documents.lengths)} tokens, layers {names}: "

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import Field
 
-from blockdraft.cli.display import BYTES, new_table, progress, standard, tell
+from blockdraft.cli.display import BYTES, progress, standard, tell
 from blockdraft.cli.target import load
 from blockdraft.errors import UsageError
-from blockdraft.settings import settings
+from blockdraft.evaluation.tables import new_table
 from blockdraft.types import Drafting, SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from blockdraft.cli.answers import Comparison
-    from blockdraft.targets import Target
 
 TEXT = (
     "Anna lives in a small house near the river. Every morning Anna walks to the market with her dog. She buys bread, "
@@ -37,28 +33,18 @@ TINY_QUESTIONS = {  # of the kinds that the bundled model knows
     "a small program": "Write a solution to the following problem and make sure that it passes the tests:\n"
     '```python\ndef count_evens(numbers):\n    """Return how many of the numbers are even."""\n\n```',
 }
-CONTEXT, REPEATS = 64, 15  # tokens before the timed forward passes, and their number
-LONG_PASS = 8  # tokens of the longer forward pass
-EXAMPLE_TAU = 3.0
+MAX_NEW_TOKENS = 96
 
 
-@settings
-class DemoSettings:
-    """Settings of the demonstration."""
-
-    tiny: bool = Field(False, description="Use the bundled tiny model, and download nothing.")
-    max_new_tokens: Annotated[int, Field(ge=2)] = Field(
-        96, description="Maximum length of an answer in tokens; speeds count from the second one on."
-    )
-
-
-def demo(*, how: DemoSettings) -> None:
+def demo(
+    tiny: Annotated[bool, typer.Option("--tiny", help="Use the bundled tiny model, and download nothing.")] = False,
+) -> None:
     """Answer three questions with and without drafting, and compare tokens and speed.
 
     The model is SmolLM2 135M, which is pulled first if it is missing (93 MB). If that fails, the bundled tiny model is
     used.
     """
-    name = "bundled" if how.tiny else _pulled()
+    name = "bundled" if tiny else _pulled()
 
     from blockdraft.cli import answers
     from blockdraft.drafters import load_drafter
@@ -67,7 +53,7 @@ def demo(*, how: DemoSettings) -> None:
     target = load(name, threads="auto")
     drafter = load_drafter(target=target)
     engine = Engine(target, drafter, 1, Drafting("auto"))
-    console, params = standard(), SamplingParams(how.max_new_tokens)
+    console, params = standard(), SamplingParams(MAX_NEW_TOKENS)
     kind = "lookup, which repeats parts of the text" if drafter.path is None else "its own"
     console.print(f"Model: {name}, {target.running}. Drafter: {kind}.\n", soft_wrap=True)
     comparisons: dict[str, Comparison] = {}
@@ -78,13 +64,6 @@ def demo(*, how: DemoSettings) -> None:
         comparisons[topic] = answers.compare_with_plain(engine, question, params)
         console.print("" if console.is_terminal else f"{comparisons[topic].drafted.text}\n", soft_wrap=True)
     show(console, comparisons)
-    cost = forward_cost(target, LONG_PASS)
-    console.print(
-        f"On this processor a forward pass over {LONG_PASS} tokens takes {cost:.2f} times as long as one over a single "
-        f"token. A drafter with a tau of {EXAMPLE_TAU:g} at that cost would make decoding {EXAMPLE_TAU / cost:.2f} "
-        "times as fast, minus its own time.",
-        soft_wrap=True,
-    )
     if any(comparison.first_difference is not None for comparison in comparisons.values()):
         raise typer.Exit(1)
 
@@ -123,20 +102,3 @@ def show(console: Console, comparisons: dict[str, Comparison]) -> None:
             "identical" if comparison.first_difference is None else "DIFFER",
         )
     console.print(table)
-
-
-def forward_cost(target: Target, tokens: int) -> float:
-    """Return the time of a forward pass over several tokens, relative to one token."""
-    import torch
-
-    from blockdraft.decode.proposal import chain_parents
-
-    cache = target.new_cache(1, target.row_slots(CONTEXT + tokens))
-    cache.commit([range(CONTEXT)])  # as if the prompt had been prefilled
-    seconds: dict[int, list[float]] = {1: [], tokens: []}
-    for _ in range(REPEATS):
-        for count, times in seconds.items():
-            start = time.perf_counter()
-            target.forward(torch.zeros(1, count, dtype=torch.long), chain_parents(1, count), cache)
-            times.append(time.perf_counter() - start)
-    return statistics.median(seconds[tokens]) / statistics.median(seconds[1])

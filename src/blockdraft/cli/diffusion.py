@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from blockdraft.diffusion.model import DiffusionModel
     from blockdraft.diffusion.sampler import Chunk, Sampler, Watch
 
+UNKNOWN = "░"  # shown for an unknown token
 diffusion = typer.Typer(
     help="Make and use block-diffusion language models, which write whole blocks of text without a target.",
     no_args_is_help=True,
@@ -85,25 +86,25 @@ def convert(
             "the bundled tiny model.",
         ),
     ] = None,
-    where: Annotated[NewModel, Only("out")],
+    output: Annotated[NewModel, Only("out")],
     settings: ConvertSettings,
-    run: Annotated[TargetSettings, Only("adapter revision", MODEL)],
+    model: Annotated[TargetSettings, Only("adapter revision", MODEL)],
 ) -> None:
     """Make a block-diffusion model of a causal language model. It must be trained before it writes well."""
     from blockdraft.diffusion.create import convert as convert_model
 
     quiet()
     with display.progress("tensors") as progress:
-        created = convert_model(target, where.out, settings, run.revision, run.adapter, progress)
-    _tell_created(where.out, created)
+        created = convert_model(target, output.out, settings, model.revision, model.adapter, progress)
+    _tell_created(output.out, created)
 
 
-def new(*, where: NewModel, settings: NewSettings) -> None:
+def new(*, output: NewModel, settings: NewSettings) -> None:
     """Make a block-diffusion model with random weights and the tokenizer of another model."""
     from blockdraft.diffusion.create import new_model
 
     quiet()
-    _tell_created(where.out, new_model(where.like, where.out, settings))
+    _tell_created(output.out, new_model(output.like, output.out, settings))
 
 
 def _tell_created(out: Path, created: Created) -> None:
@@ -136,21 +137,21 @@ class TrainSettings:
     show_recipe: ShowRecipe = Field(False, description=SHOW_RECIPE)
 
 
-def train(*, context: typer.Context, recipe: RecipeFile = None, what: TrainSettings, records: RecordFields) -> None:
+def train(*, context: typer.Context, recipe: RecipeFile = None, options: TrainSettings, records: RecordFields) -> None:
     """Train a block-diffusion model. It learns all tokens of texts, and those of the assistant in chats.
 
-    Every recipe field is an option too: --batch 8, --block-size 4, --complementary true; --show-recipe lists them.
+    Every recipe field is an option too: --batch 8, --block-size 4, --ema 0; --show-recipe lists them.
 
     `accelerate launch -m blockdraft diffusion train ...` trains on several devices. `touch DIR.run/finish`, or the
     signal USR1, ends the run early with a complete model.
     """
     settings = read_settings(DiffusionRecipe, recipe, context.obj)
-    if what.show_recipe:
+    if options.show_recipe:
         print(as_toml(settings, described=True), end="")
         return
-    out, steps = what.out, what.steps
-    check_given({"--model": what.model, "--data": what.data, "--steps": steps, "--out": out})
-    assert what.model is not None and steps is not None and out is not None
+    out, steps = options.out, options.steps
+    check_given({"--model": options.model, "--data": options.data, "--steps": steps, "--out": out})
+    assert options.model is not None and steps is not None and out is not None
 
     from blockdraft.diffusion.text import read_texts
 
@@ -163,9 +164,9 @@ def train(*, context: typer.Context, recipe: RecipeFile = None, what: TrainSetti
     except ModuleNotFoundError as error:
         raise missing_package("Training", error) from error
 
-    accelerator = make_accelerator(settings, run_folder(out), what.device)
-    model = ModelSettings(what.model, settings.block_size, str(accelerator.device), "float32").load()
-    texts = read_texts(what.data, records, model)
+    accelerator = make_accelerator(settings, run_folder(out), options.device)
+    model = ModelSettings(options.model, settings.block_size, str(accelerator.device), "float32").load()
+    texts = read_texts(options.data, records, model)
     finish_on_signal(out)
     checkpoints = run_folder(out) / "checkpoints"
 
@@ -226,9 +227,6 @@ class GenerateSettings:
         "together. Each answer is printed as one line of JSON as soon as it is done.",
     )
     show_steps: bool = Field(False, description="Show each pass; unknown tokens are grey boxes.")
-    steps_file: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        None, description="Picture of the passes: a .gif is a film, a .png shows them one below the other."
-    )
 
 
 def generate(
@@ -236,28 +234,28 @@ def generate(
     prompt: PromptArgument = None,
     model: Model,
     settings: SampleSettings,
-    how: GenerateSettings,
+    options: GenerateSettings,
     as_json: AsJson = False,
 ) -> None:
     """Write text, a block at a time."""
-    if how.prompts is not None:
-        single = ("--infill", how.infill), ("--show-steps", how.show_steps), ("--steps-file", how.steps_file)
-        exclude(f"--prompts {how.prompts}", ("a prompt", prompt), *single)
-    if how.infill is not None:
-        exclude("--infill", ("a prompt", prompt), ("--stop", how.stop))
-    infill = None if how.infill is None else checked_text(how.infill)
-    texts = [] if infill is not None else read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
+    if options.prompts is not None:
+        exclude(
+            f"--prompts {options.prompts}",
+            ("a prompt", prompt),
+            ("--infill", options.infill),
+            ("--show-steps", options.show_steps),
+        )
+    if options.infill is not None:
+        exclude("--infill", ("a prompt", prompt), ("--stop", options.stop))
+    infill = None if options.infill is None else checked_text(options.infill)
+    texts = [] if infill is not None else read_prompts(options.prompts) if options.prompts else [read_prompt(prompt)]
 
     from blockdraft.diffusion.sampler import Sampler
-    from blockdraft.diffusion.text import count_unseen, encode_gaps, token_text
+    from blockdraft.diffusion.text import count_unseen, encode_gaps
 
-    if how.steps_file is not None:
-        from blockdraft.diffusion.pictures import check_picture, draw_steps
-
-        check_picture(how.steps_file)
     loaded = model.load()
-    sampler = Sampler(loaded, settings, stop=how.stop)
-    run: Callable[[Watch | None], Iterable[Chunk]] = partial(sampler.stream, texts)
+    sampler = Sampler(loaded, settings, stop=options.stop)
+    sample: Callable[[Watch | None], Iterable[Chunk]] = partial(sampler.stream, texts)
     if infill is not None:
         tokens = encode_gaps(infill, settings.max_new_tokens, loaded)
         num_after, num_unseen = count_unseen(tokens, loaded.config.block_size)
@@ -266,21 +264,21 @@ def generate(
                 f"{num_unseen} of the {num_after} tokens after the gap are in other blocks, so it does not see them; "
                 f"--block-size {len(tokens)} makes one block of the whole text."
             )
-        run = partial(sampler.fill, [tokens])
-    if how.prompts is not None or as_json:
-        _print_json(sampler, run, max(len(texts), 1), keep_steps=how.show_steps)
+        sample = partial(sampler.fill, [tokens])
+    if options.prompts is not None or as_json:
+        _print_json(sampler, sample, max(len(texts), 1), keep_steps=options.show_steps)
     else:
-        with _shown(loaded, how.show_steps) as (watch, write):
-            for chunk in run(watch):
+        with _shown(loaded, options.show_steps) as (watch, write):
+            for chunk in sample(watch):
                 write(chunk)
-    if how.steps_file is not None:
-        draw_steps(how.steps_file, sampler.inputs[0], sampler.history[0], lambda token: token_text(token, loaded))
 
 
-def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
+def _print_json(
+    sampler: Sampler, sample: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool
+) -> None:
     """Print a line per answer, in the order in which they end."""
     answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(count)]
-    for chunk in run(None):
+    for chunk in sample(None):
         answer: dict[str, Any] = answers[chunk.index]
         answer["text"] += chunk.text
         answer["token_ids"] += chunk.token_ids
@@ -308,7 +306,6 @@ def _shown(model: DiffusionModel, steps: bool) -> Iterator[tuple[Watch | None, C
     from rich.text import Text
 
     from blockdraft.cli.answers import DRAFTED
-    from blockdraft.diffusion.pictures import UNKNOWN
     from blockdraft.diffusion.text import token_text
 
     def spell(block: Sequence[int | None]) -> str:

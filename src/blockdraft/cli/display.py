@@ -6,12 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
 BYTES = "bytes"  # noun of the progress of a download
@@ -31,15 +28,6 @@ def standard(width: int = 100) -> Console:
         highlight=False,
         markup=False,
     )
-
-
-def new_table(console: Console, *headers: str, **settings: Any) -> Table:
-    """Return an empty table. Headers that begin with ">" are right-aligned."""
-    lines = box.SIMPLE if console.is_terminal else None
-    table = Table(box=lines, pad_edge=False, caption_justify="left", **settings)
-    for header in headers:
-        table.add_column(header.removeprefix(">"), justify="right" if header.startswith(">") else "left")
-    return table
 
 
 def print_facts(console: Console, facts: Iterable[tuple[str, object]], width: int, indent: str = "") -> None:

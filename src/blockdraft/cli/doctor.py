@@ -10,24 +10,22 @@ import typer
 from pydantic import Field
 
 from blockdraft.cli import display
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DRAFTING, Only
-from blockdraft.cli.target import AsJson, Decoded, Files, need_drafter
+from blockdraft.cli.target import AsJson, DecodingTarget, Files, need_drafter
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
-from blockdraft.evaluation.settings import Settings
-from blockdraft.settings import Flag, settings
-from blockdraft.tools.doctor.settings import DoctorSettings
+from blockdraft.evaluation.settings import MeasureSettings
+from blockdraft.evaluation.tables import SHARES, new_table, percents
+from blockdraft.settings import Count, Flag, settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from blockdraft.tools.doctor.examine import Diagnosis
 
-SHOWN_POSITIONS = 4  # of S_i; the JSON has all
-
 
 @settings
-class Patient:
+class DoctorSettings:
     """The drafter that `blockdraft doctor` examines."""
 
     drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
@@ -38,14 +36,14 @@ class Patient:
         description="Prompts, as for `blockdraft bench`, preferably of the kind that the drafter was trained on. By "
         "default a few questions, which are too short to show a wrong window.",
     )
+    max_new_tokens: Count = Field(96, description="Maximum length of a response in tokens.")
 
 
 def doctor(
     *,
-    run: Decoded,
-    what: Patient,
-    how: Annotated[Settings, Only("limit")],
-    settings: DoctorSettings,
+    model: DecodingTarget,
+    options: DoctorSettings,
+    measurement: Annotated[MeasureSettings, Only("limit")],
     as_json: AsJson = False,
 ) -> None:
     """Find out why a drafter's draft tokens are rejected.
@@ -56,20 +54,20 @@ def doctor(
     examines the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
     """
     # A quantized drafter proposes other tokens than the network that the checks run, as if decoding were at fault.
-    run = replace(run, target=run.target or "bundled", round_drafters=False)
-    drafter = None if what.drafter == "bundled" else what.drafter
-    need_drafter(run.target, drafter, "leave --target out for the bundled pair", lookup=False)
-    sets = read_prompt_sets(list(what.prompts), how.limit) if what.prompts else []
+    model = replace(model, target=model.target or "bundled", round_drafters=False)
+    drafter = None if options.drafter == "bundled" else options.drafter
+    need_drafter(model.target, drafter, "leave --target out for the bundled pair", lookup=False)
+    sets = read_prompt_sets(list(options.prompts), measurement.limit) if options.prompts else []
     texts = [prompt for prompt_set in sets for prompt in prompt_set.prompts] or SAMPLES.prompts
 
     from blockdraft.drafters import for_others
     from blockdraft.tools.doctor.examine import examine
 
-    target = run.load_for()
-    examined = for_others(drafter or "bundled", run.target, tell)
+    target = model.load_for()
+    examined = for_others(drafter or "bundled", model.target, tell)
     tell(f"Target {target.path}, drafter {examined}.")
     with display.progress("checks") as progress:
-        diagnosis = examine(target, examined, texts, settings, progress)
+        diagnosis = examine(target, examined, texts, options.max_new_tokens, progress)
     if as_json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
@@ -83,22 +81,17 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
         f"{diagnosis.steps} steps, of which {100 * diagnosis.alike:.0f} % accept as many draft tokens as the drafter\n"
         "alone gets right at the same positions.\n"
     )
-    shares = f">S_1..S_{SHOWN_POSITIONS} %"
-    table = new_table(console, "", shares)
-    table.add_row("decoding", _percents(diagnosis.decoded))
-    table.add_row("the drafter alone", _percents(diagnosis.own))
+    table = new_table(console, "", f">{SHARES}")
+    table.add_row("decoding", percents(diagnosis.decoded))
+    table.add_row("the drafter alone", percents(diagnosis.own))
     console.print(table)
     console.print()
-    table = new_table(console, "check of the checkpoint", ">correct draft tokens", shares)
+    table = new_table(console, "check of the checkpoint", ">correct draft tokens", f">{SHARES}")
     table.columns[0].overflow = "fold"
     for column in table.columns[1:]:
         column.no_wrap = True
     for check in diagnosis.tried:
-        table.add_row(check.assumption, f"{check.accepted:.2f}", _percents(check.by_position))
+        table.add_row(check.assumption, f"{check.accepted:.2f}", percents(check.by_position))
     console.print(table)
     fault = f"Fault: {diagnosis.fault}. " if diagnosis.fault else ""
     console.print(f"\n{fault}{diagnosis.finding} {diagnosis.remedy}")
-
-
-def _percents(shares: tuple[float, ...]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares[:SHOWN_POSITIONS])

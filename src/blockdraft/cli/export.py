@@ -51,8 +51,8 @@ def export(
         ),
     ],
     *,
-    how: ExportSettings,
-    run: Annotated[TargetSettings, Only("target adapter revision backend", MODEL)],
+    options: ExportSettings,
+    model: Annotated[TargetSettings, Only("target adapter revision backend", MODEL)],
 ) -> None:
     """Write a drafter in the format that another engine reads.
 
@@ -63,37 +63,39 @@ def export(
     from blockdraft.formats import find_layout
     from blockdraft.training.export import convert, format_for, usual_format
 
-    drafter = str(for_others(drafter, run.target, tell))
+    drafter = str(for_others(drafter, model.target, tell))
     if drafter in names():
         raise UsageError(
             f"DRAFTER is {drafter}, which has no files of its own to write; give the folder of a drafter. Which "
             "engines find an MTP head in the target's folder is in docs/export.md."
         )
-    if how.format == GGUF:
-        backend = run.backend if run.backend != DEFAULT_BACKEND else None
-        for name, value in (("target-name", how.target_name), ("backend", backend)):
+    if options.format == GGUF:
+        backend = model.backend if model.backend != DEFAULT_BACKEND else None
+        for name, value in (("target-name", options.target_name), ("backend", backend)):
             if value is not None:
                 raise UsageError(f"--{name} is {value}, which does not go with --format {GGUF}; leave it out.")
-        _write_gguf(drafter, how, run)
+        _write_gguf(drafter, options, model)
         return
-    if how.type is not None:
-        raise UsageError(f"--type {how.type} goes with --format {GGUF}; leave it out, since weights keep their dtype.")
-    layout = how.format or usual_format(drafter)
+    if options.type is not None:
+        raise UsageError(
+            f"--type {options.type} goes with --format {GGUF}; leave it out, since weights keep their dtype."
+        )
+    layout = options.format or usual_format(drafter)
     find_layout(layout)
-    place = run.target or "bundled"
-    target = load(place, device="cpu", backend=run.backend, adapter=run.adapter, revision=run.revision)
-    convert(drafter, how.out, format_for(layout, target, run.target, how.target_name, run.revision), target)
-    size = sum(file.stat().st_size for file in how.out.iterdir())
-    tell(f"{how.out}: {size / 1e6:,.1f} MB in the {layout} format")
+    place = model.target or "bundled"
+    target = load(place, device="cpu", backend=model.backend, adapter=model.adapter, revision=model.revision)
+    convert(drafter, options.out, format_for(layout, target, model.target, options.target_name, model.revision), target)
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    tell(f"{options.out}: {size / 1e6:,.1f} MB in the {layout} format")
 
 
-def _write_gguf(drafter: str, how: ExportSettings, run: TargetSettings) -> None:
+def _write_gguf(drafter: str, options: ExportSettings, model: TargetSettings) -> None:
     from blockdraft.targets import BUNDLED
     from blockdraft.training.export import export_gguf
 
     quiet()
-    weights = how.type or DEFAULT_GGUF_WEIGHTS
-    done = export_gguf(drafter, how.out, run.target or BUNDLED, weights, run.revision, run.adapter)
+    weights = options.type or DEFAULT_GGUF_WEIGHTS
+    done = export_gguf(drafter, options.out, model.target or BUNDLED, weights, model.revision, model.adapter)
     for note in done.notes:
         tell(f"Note: {note}")
     for file in (done.target, done.drafter):
@@ -125,24 +127,24 @@ class PushSettings:
 
 
 def push(
-    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Folder of a drafter.")], *, what: PushSettings
+    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Folder of a drafter.")], *, options: PushSettings
 ) -> None:
     """Prepare a drafter's repository, with a model card and the code that transformers needs, and push it.
 
     With --out alone, nothing leaves this machine.
     """
-    if what.repo is None and what.out is None:
+    if options.repo is None and options.out is None:
         raise UsageError("Neither a repository nor a folder is given; add --repo OWNER/NAME, --out DIR, or both.")
     from blockdraft.tools.push import known_of, prepare, upload
 
     quiet()
-    known = known_of(Path(drafter), what.bench, what.data)
+    known = known_of(Path(drafter), options.bench, options.data)
     for lacking, remedy in known.lacking():
         tell(f"The card does not say {lacking}; {remedy}.")
     with TemporaryDirectory() as scratch:
-        folder = Path(scratch, "repository") if what.out is None else what.out
-        prepare(drafter, what.target, folder, what.repo, known, what.licence, tell)
-        if what.out is not None:
-            tell(f"{what.out}: {', '.join(sorted(file.name for file in what.out.iterdir()))}")
-        if what.repo is not None:
-            print(upload(folder, what.repo, what.private))
+        folder = Path(scratch, "repository") if options.out is None else options.out
+        prepare(drafter, options.target, folder, options.repo, known, options.licence, tell)
+        if options.out is not None:
+            tell(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}")
+        if options.repo is not None:
+            print(upload(folder, options.repo, options.private))

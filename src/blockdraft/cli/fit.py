@@ -9,7 +9,7 @@ from pydantic import Field
 
 from blockdraft.cli.display import exit_on_interrupt, tell
 from blockdraft.cli.options import DATA
-from blockdraft.cli.target import Records, Trained
+from blockdraft.cli.target import Records, TrainingTarget
 from blockdraft.cli.train import missing_package
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, settings
@@ -34,7 +34,7 @@ class FitOut:
     dry_run: bool = Field(False, description="Measure, print the plan with reasons and estimates, and stop.")
 
 
-def fit(*, where: FitOut, run: Trained, settings: FitSettings, records: Records) -> None:
+def fit(*, options: FitOut, model: TrainingTarget, settings: FitSettings, records: Records) -> None:
     """Make a drafter for a target: choose a recipe, let the target answer prompts, train, measure.
 
     The first run measures target and machine and writes a plan, which later runs follow. Each step is one of the other
@@ -47,11 +47,11 @@ def fit(*, where: FitOut, run: Trained, settings: FitSettings, records: Records)
     except ModuleNotFoundError as error:
         raise missing_package("Fitting", error) from error
 
-    if where.out is None and not where.dry_run:
+    if options.out is None and not options.dry_run:
         raise UsageError("--out is missing; give the folder of the drafter, or --dry-run to see the plan alone.")
-    out = where.out or Path("blockdraft-plan")  # holds files of the measurements for a while
-    backend = None if run.backend == DEFAULT_BACKEND else run.backend
-    place = Where(out, run.target, run.dtype, run.device, backend, run.adapter, run.revision)
+    out = options.out or Path("blockdraft-plan")  # holds files of the measurements for a while
+    backend = None if model.backend == DEFAULT_BACKEND else model.backend
+    place = Where(out, model.target, model.dtype, model.device, backend, model.adapter, model.revision)
     with exit_on_interrupt(f"Interrupted; the same command resumes the fit from {place.folder}."):
-        lines = run_fit(Fit(place, settings, where.data, records), where.dry_run, tell)
+        lines = run_fit(Fit(place, settings, options.data, records), options.dry_run, tell)
     print("\n".join(lines))

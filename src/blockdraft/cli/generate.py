@@ -19,10 +19,10 @@ from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DATA, OUTPUT
 from blockdraft.cli.target import (
     AsJson,
-    Decoded,
+    DecodingTarget,
     DrafterSettings,
+    DraftingOptions,
     DraftNetwork,
-    HowFar,
     Sampling,
     auto_by_default,
     drafter_or_lookup,
@@ -67,32 +67,39 @@ class GenerateSettings:
 
 def generate(
     *,
-    run: Decoded,
+    model: DecodingTarget,
     prompt: PromptArgument = None,
     drafter: DrafterSettings,
     network: DraftNetwork,
     sampling: Sampling,
-    drafting: HowFar,
-    how: GenerateSettings,
+    drafting: DraftingOptions,
+    options: GenerateSettings,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt.
 
     A terminal shows the answer as it comes, with accepted draft tokens in green. A pipe gets the answer alone.
     """
-    place = drafter_or_lookup(run.target, drafter.drafter)
+    place = drafter_or_lookup(model.target, drafter.drafter)
     # All runs of a comparison share one seed.
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
     tell_unused(params, [params.temperature], drafting.sampled)
-    if how.prompts is not None:
-        exclude(f"--prompts {how.prompts}", ("--compare", how.compare), ("a prompt", prompt), ("--suffix", how.suffix))
-    if how.compare and drafting.sampled and params.temperature:
+    if options.prompts is not None:
+        exclude(
+            f"--prompts {options.prompts}",
+            ("--compare", options.compare),
+            ("a prompt", prompt),
+            ("--suffix", options.suffix),
+        )
+    if options.compare and drafting.sampled and params.temperature:
         raise UsageError(
             "--compare and --sampled exclude each other at a temperature, since their tokens differ. To compare "
             "speeds, use blockdraft bench --methods none,chain,chain-sampled --temperature T."
         )
     prompts: Sequence[Prompt] = (
-        read_prompts(how.prompts) if how.prompts else [read_prompt(prompt, may_be_empty=how.suffix is not None)]
+        read_prompts(options.prompts)
+        if options.prompts
+        else [read_prompt(prompt, may_be_empty=options.suffix is not None)]
     )
 
     with uncollected():
@@ -101,26 +108,26 @@ def generate(
         from blockdraft.engine import Engine, infill_params, infill_prompt
 
         peak = PeakMemory() if as_json else None  # on top of what the imports take
-        size = {"max_batch_size": how.batch_size or 1} if how.batch_size or not how.prompts else {}
-        target = run.load_for(place, network)
+        size = {"max_batch_size": options.batch_size or 1} if options.batch_size or not options.prompts else {}
+        target = model.load_for(place, network)
         loaded = load_drafter(place, target=target, **network.options())
         engine = Engine(target, loaded, drafting=auto_by_default(drafting), **size)
 
-    if how.prompts:
+    if options.prompts:
         _answer_all(engine, prompts, params)
         tell(answers.ahead_note(engine.drafter))
         return
     [text] = prompts
-    if how.suffix is not None:
+    if options.suffix is not None:
         room = target.max_context - params.max_new_tokens
-        text = infill_prompt(target.tokenizer, str(text), how.suffix, max_tokens=room)
+        text = infill_prompt(target.tokenizer, str(text), options.suffix, max_tokens=room)
         params = infill_params(target.tokenizer, params)
     console, shows_tokens = standard(), sys.stdout.isatty() and not as_json
     if shows_tokens:
         answers.stream_answer(console, engine, text, params)
-    what = "Answering with and without the drafter" if how.compare else "Answering"
-    with telling(tell, what, at_once=False):
-        comparison = answers.compare_with_plain(engine, text, params) if how.compare else None
+    stage = "Answering with and without the drafter" if options.compare else "Answering"
+    with telling(tell, stage, at_once=False):
+        comparison = answers.compare_with_plain(engine, text, params) if options.compare else None
         if not shows_tokens:
             completion = comparison.drafted if comparison else engine.generate([text], params)[0].checked()
     if peak is not None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import standard, tell
 from blockdraft.cli.target import AsJson, quiet
+from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 from blockdraft.timing import telling
 
@@ -50,7 +51,7 @@ def inspect(
         ),
     ],
     *,
-    how: InspectSettings,
+    options: InspectSettings,
     as_json: AsJson = False,
 ) -> None:
     """Show a checkpoint's kind, conventions and size, and how each engine starts with it.
@@ -61,7 +62,7 @@ def inspect(
 
     quiet()
     with telling(tell, "Reading", at_once=False):
-        report = inspect_checkpoint(path, how.target, how.revision)
+        report = inspect_checkpoint(path, options.target, options.revision)
     if as_json or not sys.stdout.isatty():
         print(json.dumps(report.as_dict(), indent=2))
     else:
@@ -78,14 +79,12 @@ def show(report: Report) -> None:
     for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
         if facts:
             caption = LAYERS if "target_layers" in facts else None
-            table = new_table(
-                console, "", "", title=title or None, title_justify="left", show_header=False, caption=caption
-            )
+            table = new_table(console, "", "", title=title or None, show_header=False, caption=caption)
             for name, value in rows(facts):
                 table.add_row(name, value)
             console.print(table)
     if report.fits:
-        table = new_table(console, "", "", "", title="fits", title_justify="left", show_header=False)
+        table = new_table(console, "", "", "", title="fits", show_header=False)
         for check in report.fits:
             mark, style = MARKS[check.holds]
             table.add_row(check.name, mark, check.detail, style=style)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import Only, add
-from blockdraft.cli.target import AsJson, Decoded, DrafterSettings, need_drafter
+from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings, need_drafter
 from blockdraft.errors import UsageError, counted
-from blockdraft.evaluation.settings import Settings
+from blockdraft.evaluation.settings import MeasureSettings
+from blockdraft.evaluation.tables import new_table
 
 if TYPE_CHECKING:
     from blockdraft.engine import Costs
@@ -33,7 +34,7 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
-CALIBRATED = Settings(batch_size=16)
+CALIBRATED = MeasureSettings(batch_size=16)
 
 MAX_GIGABYTES = 1_000_000
 PARTIAL_SECONDS = 3600.0  # age after which a partial file counts as abandoned
@@ -190,9 +191,9 @@ def _size(count: int) -> str:
 
 def calibrate(
     *,
-    run: Decoded,
+    model: DecodingTarget,
     drafter: DrafterSettings,
-    what: Annotated[Settings, Only("batch_size")] = CALIBRATED,
+    options: Annotated[MeasureSettings, Only("batch_size")] = CALIBRATED,
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if stored times exist.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -201,19 +202,19 @@ def calibrate(
     The block size and tree budget "auto" begin with these times, and learn from the steps that run. Measure while
     nothing else runs.
     """
-    need_drafter(run.target, drafter.drafter, "--drafter lookup")
+    need_drafter(model.target, drafter.drafter, "--drafter lookup")
 
     from blockdraft.drafters import load_drafter
     from blockdraft.engine.adaptive import costs as stored_costs
     from blockdraft.engine.adaptive.costs import Probe
 
-    target = run.load_for(drafter.drafter)
+    target = model.load_for(drafter.drafter)
     loaded = load_drafter(drafter.drafter, target=target)
     file = stored_costs.path(target, loaded)
     costs = None if anew else stored_costs.load(file)
     if costs is None:
         probe = Probe(target, loaded)
-        costs = stored_costs.measure(probe, loaded.block_size, what.batch_size, target.max_context, tell)
+        costs = stored_costs.measure(probe, loaded.block_size, options.batch_size, target.max_context, tell)
         stored_costs.store(file, costs, stored_costs.pair_of(target, loaded))
     else:
         tell(f"From {file}; --anew measures again.")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import BYTES, new_table, print_facts, progress, standard, tell
+from blockdraft.cli.display import BYTES, print_facts, progress, standard, tell
 from blockdraft.cli.target import AsJson
+from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class PullSettings:
 def pull(
     *,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Model, as `blockdraft models` names it.")],
-    how: PullSettings,
+    options: PullSettings,
 ) -> None:
     """Download a model of the catalogue.
 
@@ -73,7 +74,7 @@ def pull(
     if model.licence is not None:
         tell(f"{model.name}, {model.licence} ({model.licence_source})")
     with progress(BYTES) as show_progress:
-        place = download(model, how.source, accepted=how.accept_licence, tell=tell, progress=show_progress)
+        place = download(model, options.source, accepted=options.accept_licence, tell=tell, progress=show_progress)
     print(place, flush=True)
     tell("\n".join(["", "Run it:", *(f"  {command}" for command in commands(model))]))
 
@@ -146,11 +147,11 @@ def show_model(console: Console, model: Model) -> None:
         layout = [drafter.layout, *([f"blocks of {drafter.block_size}"] if drafter.block_size else [])]
         facts.append(("drafter", f"{drafter.kind}: {drafter.hub} ({', '.join(layout)}; {drafter.source})"))
         for measured in drafter.measured:
-            how = [f"blocks of {measured.block_size}"] if measured.block_size else []
-            how += [f"temperature {measured.temperature:g}"] if measured.temperature is not None else []
-            how += [] if measured.thinking is None else ["thinking" if measured.thinking else "not thinking"]
+            options = [f"blocks of {measured.block_size}"] if measured.block_size else []
+            options += [f"temperature {measured.temperature:g}"] if measured.temperature is not None else []
+            options += [] if measured.thinking is None else ["thinking" if measured.thinking else "not thinking"]
             taus = ", ".join(f"{task} {tau:.2f}" for task, tau in measured.tau.items())
-            facts.append(("  tau", f"{taus} ({', '.join([*how, measured.source])})"))
+            facts.append(("  tau", f"{taus} ({', '.join([*options, measured.source])})"))
     facts += [("" if number else "run", command) for number, command in enumerate(commands(model))]
     print_facts(console, facts, 18)
 

@@ -8,17 +8,15 @@ import typer
 from pydantic import Field
 
 from blockdraft.cli import display
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DATA, MODEL, Only
-from blockdraft.cli.target import Folder, RecordFields, TargetSettings, load, quiet
+from blockdraft.cli.target import Folder, RecordFields, TargetSettings, quiet
+from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
 
 if TYPE_CHECKING:
     from blockdraft.tools.quantize.run import Perplexity
-
-OWN = "own"  # the target writes the calibration text
-OWN_BATCH = 16
 
 
 @settings
@@ -29,7 +27,7 @@ class QuantizeOut:
     calibrate: Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True, panel=DATA)] = Field(
         (),
         description="Text of the kind that the target will get: files or datasets as for `blockdraft data`; repeat the "
-        'option for several. "own" lets the target write it. Without text, weights are rounded to the nearest value.',
+        "option for several. Without text, weights are rounded to the nearest value.",
     )
 
 
@@ -43,11 +41,11 @@ def quantize(
             "tiny model.",
         ),
     ] = None,
-    where: QuantizeOut,
+    options: QuantizeOut,
     settings: QuantizeSettings,
     calibration: CalibrationSettings,
     records: RecordFields,
-    run: Annotated[TargetSettings, Only("adapter revision", MODEL)],
+    model: Annotated[TargetSettings, Only("adapter revision", MODEL)],
 ) -> None:
     """Quantize a target's weights to 4 or 8 bits, and write a checkpoint.
 
@@ -55,39 +53,29 @@ def quantize(
     made to cancel out on it (calibration). Perplexity is measured on a held-out part, and the better of the calibrated
     and the plain rounding is written. The folder appears whole or not at all.
     """
-    from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Engine
     from blockdraft.formats.model_folder import check_free
     from blockdraft.targets import BUNDLED, load_target_text
     from blockdraft.tools.quantize.run import quantize as quantize_checkpoint
-    from blockdraft.tools.quantize.text import own_text, read_text
+    from blockdraft.tools.quantize.text import read_text
 
     quiet()
-    check_free(where.out)
+    check_free(options.out)
     name = target or "bundled"
     text = None
-    if where.calibrate == (OWN,):
-        loaded = load(name, device="cpu", adapter=run.adapter, revision=run.revision)
-        with (
-            display.progress("prompts, then tokens") as progress,
-            Engine(loaded, load_drafter("none", target=loaded), OWN_BATCH) as engine,
-        ):
-            text = own_text(engine, calibration, progress)
-        del loaded, engine
-    elif where.calibrate:
-        text = read_text(where.calibrate, records, load_target_text(name, run.revision), calibration)
+    if options.calibrate:
+        text = read_text(options.calibrate, records, load_target_text(name, model.revision), calibration)
     with display.progress("parts") as progress:
         place = BUNDLED if target is None else target
-        done = quantize_checkpoint(place, where.out, settings, text, run.revision, run.adapter, progress)
+        done = quantize_checkpoint(place, options.out, settings, text, model.revision, model.adapter, progress)
     if done.perplexity is not None:
         show_perplexity(done.perplexity)
     if text is not None:
         tell(f"Calibrated on {text.calibration.numel():,} tokens, measured on {text.held_out.numel():,} others.")
-    how = "calibrated" if done.is_calibrated else "rounded to the nearest"
+    rounding = "calibrated" if done.is_calibrated else "rounded to the nearest"
     sizes = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
-    tell(f"{where.out}: {settings.bits} bits in groups of {done.group}, {how}, {sizes}")
+    tell(f"{options.out}: {settings.bits} bits in groups of {done.group}, {rounding}, {sizes}")
     if text is None and settings.bits == 4:
-        tell("4 bits lose less quality with --calibrate FILE or --calibrate own.")
+        tell("4 bits lose less quality with --calibrate FILE.")
 
 
 def show_perplexity(perplexity: Perplexity) -> None:

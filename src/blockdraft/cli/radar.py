@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from blockdraft.cli.display import new_table, print_facts, standard, tell
+from blockdraft.cli.display import print_facts, standard, tell
 from blockdraft.cli.target import AsJson
 from blockdraft.errors import UsageError
+from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from blockdraft.models import Drafter
     from blockdraft.radar.devices import Machine
     from blockdraft.radar.project import Interval, Projection
     from blockdraft.radar.shape import Shape
@@ -53,17 +53,12 @@ class RadarSettings:
     context: int = Field(4096, description="Sequence length in tokens.")
     batch: int = Field(1, description="Number of sequences decoded together.")
     task: Annotated[str, Flag(metavar="NAME")] = Field("mean", description="Task: math, code, chat, mean, or a set.")
-    drafter: Annotated[str | None, Flag(metavar="NAME")] = Field(
-        None, description="Published drafter; by default the fastest of each model."
-    )
     ram: Annotated[float | None, Flag(metavar="GB")] = Field(
         None, description="Memory of a CPU, or of a chip that shares it."
     )
     least_speed: float = Field(0.0, description="Show only models that decode at least X tokens per second.")
     devices: bool = Field(False, description="List the devices that have names.")
     train: bool = Field(False, description="Show what training a drafter would cost instead.")
-    samples: int | None = Field(None, description="Number of prompts, for --train.")
-    epochs: int | None = Field(None, description="Number of epochs, for --train.")
     export: Annotated[Path | None, Flag(metavar="DIR")] = Field(
         None, description="Write the page, which any web server can offer, to a folder."
     )
@@ -89,14 +84,13 @@ def radar(*, what: RadarSettings, as_json: AsJson = False) -> None:
 
     checked_task(what.task)
     shapes = [read_shape(name) for name in what.model] if what.model else list(known_shapes())
-    drafter = None if what.drafter is None else find_drafter(what.drafter, shapes)
     machines = list(_machines(what.device or ("here",), what.ram))
     if what.train:
         if not what.model:
             raise UsageError("--train takes one --model or more; name the target that the drafter is for.")
         show_training(console, shapes, machines, what, as_json)
         return
-    rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, what, drafter)]
+    rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, what)]
     slow = [row for row in rows if fastest(row) < what.least_speed]
     rows = [row for row in rows if fastest(row) >= what.least_speed]
     if as_json:
@@ -108,16 +102,6 @@ def radar(*, what: RadarSettings, as_json: AsJson = False) -> None:
                 console.print(f"  {needed(row, what, shapes, machines)}", soft_wrap=True)
     else:
         show_rows(console, rows, what)
-
-
-def find_drafter(name: str, shapes: list[Shape]) -> Drafter:
-    """Return a published drafter of one of the models, by hub name or kind."""
-    drafters = [drafter for shape in shapes for drafter in shape.drafters]
-    for drafter in drafters:
-        if name.lower() in (drafter.hub.lower(), drafter.kind):
-            return drafter
-    offer = f"there are {', '.join(drafter.hub for drafter in drafters[:4])}" if drafters else "there is none"
-    raise UsageError(f"{name!r} is no published drafter of these models; {offer}.")
 
 
 def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
@@ -133,19 +117,17 @@ def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
         yield machine_of(find(device), count, ram)
 
 
-def _rows(shape: Shape, machine: Machine, what: RadarSettings, drafter: Drafter | None) -> Iterator[Projection]:
+def _rows(shape: Shape, machine: Machine, what: RadarSettings) -> Iterator[Projection]:
     """Yield projections with each kind of weights. Unnamed models are left out if their context is too short."""
     from blockdraft.radar.calibrated import calibrated
     from blockdraft.radar.project import project
 
-    if drafter is not None and drafter not in shape.drafters:
-        return
     if not what.model and shape.context and what.context > shape.context:
         return
     for kind in what.weights or (["file"] if shape.stored_bytes else USUAL):
-        known = calibrated(shape, kind) if machine.measured and drafter is None else None
-        costs, chosen = known or (None, drafter)
-        yield project(shape, machine, kind, what.context, what.batch, what.task, drafter=chosen, costs=costs)
+        known = calibrated(shape, kind) if machine.measured else None
+        costs, drafter = known or (None, None)
+        yield project(shape, machine, kind, what.context, what.batch, what.task, drafter=drafter, costs=costs)
 
 
 def fastest(row: Projection) -> float:
@@ -335,9 +317,7 @@ def show_training(
     """Print what it costs to train a drafter for each model."""
     from blockdraft.radar.train import TrainPlan, train_cost
 
-    given = {"samples": what.samples, "epochs": what.epochs}
-    plan = TrainPlan(**{name: value for name, value in given.items() if value is not None})
-    [kind] = what.weights or ("bf16",)
+    plan, [kind] = TrainPlan(), what.weights or ("bf16",)
     costs = [train_cost(shape, machine, plan, kind) for machine in machines for shape in shapes]
     if as_json:
         print(json.dumps({"rows": [cost.as_dict() for cost in costs]}))

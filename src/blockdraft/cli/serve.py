@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.target import (
-    Decoded,
     DecodingSettings,
+    DecodingTarget,
     DrafterSettings,
+    DraftingOptions,
     DraftNetwork,
-    HowFar,
     auto_by_default,
     drafter_or_lookup,
 )
@@ -34,10 +34,10 @@ NETWORK = "other machines reach it at port {} of this machine's address; --allow
 
 def serve(
     *,
-    run: Decoded,
+    model: DecodingTarget,
     drafter: DrafterSettings,
     network: DraftNetwork,
-    drafting: HowFar,
+    drafting: DraftingOptions,
     settings: ServeSettings,
 ) -> None:
     """Serve a model to programs that speak OpenAI's or Anthropic's API.
@@ -45,7 +45,7 @@ def serve(
     It serves the model at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
     Ctrl-C or SIGTERM lets running responses end; a second one ends the server at once.
     """
-    place = drafter_or_lookup(run.target, drafter.drafter)
+    place = drafter_or_lookup(model.target, drafter.drafter)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"The server needs {', '.join(missing)}; run pip install 'blockdraft[server]'.")
@@ -54,10 +54,10 @@ def serve(
     from blockdraft.serving.backends import Backends
     from blockdraft.serving.service import Service
 
-    usual, *others = settings.backends or _default_backends(run)
+    usual, *others = settings.backends or _default_backends(model)
     with server.bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
-        load = partial(_engine, run, place, network, auto_by_default(drafting), settings)
+        load = partial(_engine, model, place, network, auto_by_default(drafting), settings)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
@@ -67,22 +67,22 @@ def serve(
             backends.close()
 
 
-def _default_backends(run: DecodingSettings) -> tuple[str, ...]:
+def _default_backends(model: DecodingSettings) -> tuple[str, ...]:
     """Return the backends if none are named: two for the bundled pair, so that its page can compare them."""
     from blockdraft.models import TINY, default_target
 
     if (
-        run.target is None
+        model.target is None
         and default_target().is_relative_to(TINY)
-        and run.backend == DEFAULT_BACKEND
-        and not (run.quantize or run.kv_dtype)
+        and model.backend == DEFAULT_BACKEND
+        and not (model.quantize or model.kv_dtype)
     ):
         return ("native", "hf")
-    return (run.backend,)
+    return (model.backend,)
 
 
 def _engine(
-    run: DecodingSettings,
+    model: DecodingSettings,
     drafter: str | None,
     network: DraftModel,
     drafting: Drafting,
@@ -93,7 +93,7 @@ def _engine(
     from blockdraft.engine import Engine
     from blockdraft.engine.prefix_store import STORED_TOKENS
 
-    target = replace(run, backend=backend).load_for(drafter, network)
+    target = replace(model, backend=backend).load_for(drafter, network)
     cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, target.device.type == "cpu")
     return Engine(
         target,

@@ -49,7 +49,7 @@ SAMPLING_FLAGS = (
     "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop seed"
 )
 Sampling = Annotated[SamplingParams, Only(SAMPLING_FLAGS, SAMPLING)]
-HowFar = Annotated[Drafting, Only("block_size tree_budget draft_window draft_passes sampled", DRAFTING)]
+DraftingOptions = Annotated[Drafting, Only("block_size tree_budget draft_window draft_passes sampled", DRAFTING)]
 DraftNetwork = Annotated[DraftModel, Only(panel=DRAFTING)]
 Records = Annotated[RecordSettings, Only("split subset", DATA)]
 RecordFields = Annotated[RecordSettings, Only("split subset text_field prompt_field response_field", DATA)]
@@ -198,8 +198,8 @@ def set_template(target: Target | TargetText, template: str | None) -> None:
         target.tokenizer.chat_template = template
 
 
-Trained = Annotated[TargetSettings, Only(panel=MODEL)]
-Decoded = Annotated[DecodingSettings, Only(panel=MODEL)]
+TrainingTarget = Annotated[TargetSettings, Only(panel=MODEL)]
+DecodingTarget = Annotated[DecodingSettings, Only(panel=MODEL)]
 
 
 @settings

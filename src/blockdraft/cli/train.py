@@ -13,6 +13,7 @@ from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DATA, MODEL, Only
 from blockdraft.cli.target import TargetSettings
 from blockdraft.errors import Complaints, UsageError
+from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, Natural, settings
 
 SHOWN_EVALUATIONS = 12
@@ -59,8 +60,8 @@ def train(
     variant: Annotated[str, typer.Argument(metavar="VARIANT", help="Kind of drafter, such as dflash.")],
     recipe: RecipeFile = None,
     *,
-    what: TrainSettings,
-    run: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
+    options: TrainSettings,
+    model: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
 ) -> None:
     """Train a drafter for a target.
 
@@ -74,12 +75,12 @@ def train(
     from blockdraft.training.variant import find_variant
 
     settings: Any = read_settings(find_variant(variant).recipe_class, recipe, context.obj)
-    if what.show_recipe:
+    if options.show_recipe:
         print(as_toml(settings, described=True), end="")
         return
-    check_given({"--data": what.data, "--out": what.out})
-    assert what.data is not None and what.out is not None
-    out = what.out
+    check_given({"--data": options.data, "--out": options.out})
+    assert options.data is not None and options.out is not None
+    out = options.out
 
     from blockdraft.data.documents import read_data
     from blockdraft.data.hidden_states import read_hidden_states
@@ -103,31 +104,31 @@ def train(
         raise missing_package("Training", error) from error
 
     complaints = Complaints()
-    if what.format is not None:
-        complaints.noted(find_layout, what.format)
+    if options.format is not None:
+        complaints.noted(find_layout, options.format)
     for name in settings.objective:
         complaints.noted(find_objective, name)
-    documents = complaints.noted(read_data, what.data, what.unfinished_data)
-    prompts = complaints.noted(read_prompt_sets, [what.prompts]) if what.prompts else None
+    documents = complaints.noted(read_data, options.data, options.unfinished_data)
+    prompts = complaints.noted(read_prompt_sets, [options.prompts]) if options.prompts else None
     if settings.hidden_states not in (None, "memory"):
         complaints.noted(read_hidden_states, settings.hidden_states)
     with complaints.noting():
         if (init := begun_with(settings)) is not None:
             kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
-    accelerator = complaints.noted(make_accelerator, settings, run_folder(out), run.device)
+    accelerator = complaints.noted(make_accelerator, settings, run_folder(out), model.device)
     complaints.check()
     assert documents is not None and accelerator is not None
     if not documents.finished and accelerator.is_main_process:
-        tell(f"{what.data} is still being written; training takes the {len(documents)} documents that exist now.")
-    target = run.load(accelerator.device)
+        tell(f"{options.data} is still being written; training takes the {len(documents)} documents that exist now.")
+    target = model.load(accelerator.device)
 
     finish_on_signal(out)
     try:
         with display.progress("done") as progress:
-            layout = what.format
+            layout = options.format
             if target.path is None or not is_gguf(target.path):  # the format could not name a GGUF file
                 layout = layout or find_variant(variant).layout(settings)
-            written = None if layout is None else format_for(layout, target, run.target, revision=run.revision)
+            written = None if layout is None else format_for(layout, target, model.target, revision=model.revision)
             job = TrainingJob(
                 variant,
                 target,
@@ -138,8 +139,8 @@ def train(
                 prompts=prompts[0].prompts if prompts else None,
                 progress=Progress(progress, tell),
                 written=written,
-                more=what.extend,
-                other_responses=what.other_responses,
+                more=options.extend,
+                other_responses=options.other_responses,
             )
             log = train_drafter(job)
     except KeyboardInterrupt as interruption:
@@ -150,7 +151,7 @@ def train(
         show(log)
         console = standard()
         console.print(f"\nThe drafter is in {out}, recipe, log and curves are in {run_folder(out)}. Use it:")
-        name = run.target or "bundled"  # without a name, other commands may take SmolLM2
+        name = model.target or "bundled"  # without a name, other commands may take SmolLM2
         console.print(f"blockdraft generate --target {name} --drafter {as_given(out)} PROMPT", soft_wrap=True)
 
 
@@ -158,7 +159,7 @@ def show(log: list[dict[str, Any]]) -> None:
     """Print a table of the last evaluations of a training run."""
     console = standard()
     headers = "step", ">loss", ">held-out loss", ">accepted length", ">tau", ">accuracy"
-    table = display.new_table(console, *headers)
+    table = new_table(console, *headers)
     table.caption = (
         "accepted length: leading correct draft tokens at fixed anchors, plus the bonus; tau: tokens per target "
         "forward pass of the engine; accuracy: correct draft tokens by position, %."
@@ -176,5 +177,5 @@ def check_given(options: dict[str, object]) -> None:
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing.")
 
 
-def missing_package(what: str, error: ModuleNotFoundError) -> UsageError:
-    return UsageError(f"{what} takes {error.name}; run pip install 'blockdraft[train]'.")
+def missing_package(options: str, error: ModuleNotFoundError) -> UsageError:
+    return UsageError(f"{options} takes {error.name}; run pip install 'blockdraft[train]'.")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockdraft.diffusion.folder import PAPER, PREFIX, other_files, write_model
 from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
@@ -19,7 +19,7 @@ from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.formats.model_folder import check_free
 from blockdraft.models import located
-from blockdraft.nn.denoiser import CausalDenoiser, Denoiser, why_not_denoiser
+from blockdraft.nn.denoiser import CausalDenoiser, why_not_denoiser
 from blockdraft.nn.dit import DiT, DiTConfig
 from blockdraft.targets import (
     BUNDLED,
@@ -28,10 +28,8 @@ from blockdraft.targets import (
     ModelConfig,
     OpenCheckpoint,
     TargetText,
-    decoder_config,
     load_target_text,
     load_text_with,
-    make_config,
     open_checkpoint,
 )
 
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MASK_TOKEN = "<|mask|>"  # as in dllm
+CONDITION_SIZE = 64  # width of the time embedding that conditions the norms
 MIN_NORM = 0.1  # of the mask token's embedding, relative to the mean over all tokens
-INITIAL_STD = 0.02  # of the random weights of a causal network
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def convert(
         if reason := why_not_denoiser(source.wanted):
             raise UsageError(f"{path} cannot be converted: {reason}.")
         mask, is_new = _mask_token(text, settings.mask_token_id, source.wanted.vocab_size)
-        tensors = _tensors(source, mask, is_new, settings.seed, progress)
+        tensors = _tensors(source, mask, is_new, progress)
         with torch.device("meta"):
             network = CausalDenoiser(replace(source.wanted, vocab_size=len(tensors[TABLE])))
         family = source.raw["model_type"]
@@ -131,7 +129,16 @@ def new_model(
     config = DiffusionConfig(settings.block_size, mask, token_shift=False)
     with _only_writer(out, "making"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        network, raw = _random_network(settings, max(size, mask + 1))
+        shape = DiTConfig(
+            vocab_size=max(size, mask + 1),
+            model_length=settings.context,
+            hidden_dim=settings.hidden_size,
+            n_blocks=settings.layers,
+            n_heads=settings.heads,
+            cond_dim=CONDITION_SIZE,
+        )
+        raw = {"model_type": PAPER, "architectures": ["BD3LM"], "time_conditioning": False, **asdict(shape)}
+        network = DiT(shape)
         model = DiffusionModel(network, config, text, raw, other_files(Path(like)))
         write_model(model, network.state_dict(), out)
     return Created(config, str(text.tokenizer.convert_ids_to_tokens(mask)), is_new)
@@ -182,7 +189,7 @@ def _other_use(token: int, text: TargetText, tokenizer: PreTrainedTokenizerBase)
 
 
 def _tensors(
-    source: OpenCheckpoint, mask: int, is_new: bool, seed: int, progress: Callable[[str, int, int], None]
+    source: OpenCheckpoint, mask: int, is_new: bool, progress: Callable[[str, int, int], None]
 ) -> dict[str, Tensor]:
     """Return all weights, with a row for the mask token in the embedding and the output head.
 
@@ -197,7 +204,7 @@ def _tensors(
     norms = tensors[TABLE].float().norm(dim=1)
     if not is_new and norms[mask] >= MIN_NORM * norms.mean():
         return tensors
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name in (TABLE, HEAD):
         if (table := tensors.get(name)) is not None:
             deviation, mean = torch.std_mean(table.float(), dim=0)
@@ -205,40 +212,3 @@ def _tensors(
             table[mask] = (mean + deviation * torch.randn(len(mean), generator=generator)).to(table.dtype)
             tensors[name] = table
     return tensors
-
-
-def _random_network(settings: NewSettings, vocab_size: int) -> tuple[Denoiser, dict[str, Any]]:
-    """Return the network and its part of config.json."""
-    if settings.kind == "dit":
-        config = DiTConfig(
-            vocab_size=vocab_size,
-            model_length=settings.context,
-            hidden_dim=settings.hidden_size,
-            n_blocks=settings.layers,
-            n_heads=settings.heads,
-            cond_dim=settings.condition_size,
-        )
-        raw = {"model_type": PAPER, "architectures": ["BD3LM"], "time_conditioning": False, **asdict(config)}
-        return DiT(config), raw
-    causal = make_config(
-        {
-            "model_type": "qwen3",
-            "vocab_size": vocab_size,
-            "hidden_size": settings.hidden_size,
-            "intermediate_size": 8 * settings.hidden_size // 3,
-            "num_hidden_layers": settings.layers,
-            "num_attention_heads": settings.heads,
-            "num_key_value_heads": settings.heads,
-            "head_dim": settings.hidden_size // settings.heads,
-            "max_position_embeddings": settings.context,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": True,
-        }
-    )
-    network = CausalDenoiser(decoder_config(causal))
-    for module in network.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=INITIAL_STD)
-    names = {"model_type": f"{PREFIX}qwen3", "architectures": ["A2DQwen3LMHeadModel"]}
-    return network, causal.to_dict() | names

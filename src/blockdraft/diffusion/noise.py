@@ -3,45 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from blockdraft.diffusion.model import DiffusionModel
-from blockdraft.diffusion.text import Tokens
-
-ALL_TIMES = (0.001, 1.0)
-WIDTHS, STEP = (0.5, 0.6, 0.7, 0.8, 0.9), 0.05
-MIN_BLOCKS = 8  # an interval with fewer blocks is ignored by `steadiest`
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Noise schedule: the probability m(t) that a token is masked at time t in (0, 1], which rises from 0 to 1.
-
-    Attributes:
-        rate: m.
-        weight: m' / m, the weight of a masked token's loss. With it, the mean over uniform t is the bound.
-    """
-
-    rate: Callable[[Tensor], Tensor]
-    weight: Callable[[Tensor], Tensor]
-
-
-SCHEDULES = {
-    "linear": Schedule(lambda t: t, lambda t: 1 / t),
-    "square": Schedule(lambda t: t.square(), lambda t: 2 / t),
-    "root": Schedule(lambda t: t.sqrt(), lambda t: 0.5 / t),
-    "logarithmic": Schedule(lambda t: torch.log2(1 + t), lambda t: 1 / ((1 + t) * torch.log1p(t))),
-    "cosine": Schedule(
-        lambda t: 1 - torch.cos(t * math.pi / 2),
-        lambda t: math.pi / 2 * torch.sin(t * math.pi / 2) / (1 - torch.cos(t * math.pi / 2)),
-    ),
-}
 
 
 class Noise(NamedTuple):
@@ -67,63 +33,32 @@ def stratified(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def training_noise(
-    eligible_BL: Tensor,
-    block_size: int,
-    schedule: str,
-    clip: tuple[float, float],
-    generator: torch.Generator,
-    complementary: bool = False,
+    eligible_BL: Tensor, block_size: int, clip: tuple[float, float], generator: torch.Generator
 ) -> Noise:
-    """Sample the noise of a training step: a time t per block, and each token masked with probability m(t).
+    """Sample the noise of a training step: a time t in (0, 1] per block, and each token masked with probability t.
 
     Args:
         eligible_BL: Tokens that may be masked, bool.
-        schedule: A key of `SCHEDULES`.
         clip: Minimum and maximum time. An interval narrower than (0, 1) has less variance, but its loss no longer
             bounds the likelihood.
-        complementary: As in `noise_at`.
     """
     low, high = clip
     shape = len(eligible_BL), -(-eligible_BL.size(1) // block_size)
-    times_BK = low + (high - low) * stratified(shape, generator)
-    return noise_at(times_BK, eligible_BL, block_size, schedule, generator, complementary)
+    return noise_at(low + (high - low) * stratified(shape, generator), eligible_BL, block_size, generator)
 
 
-def noise_at(
-    times_BK: Tensor,
-    eligible_BL: Tensor,
-    block_size: int,
-    schedule: str,
-    generator: torch.Generator,
-    complementary: bool = False,
-) -> Noise:
-    """Sample the noise of blocks at given times.
-
-    Args:
-        times_BK: Time of each block, float64 in (0, 1].
-        eligible_BL, schedule: As in `training_noise`.
-        complementary: Append B sequences in which exactly the other tokens are masked, at time 1 - t, so that each
-            token is learned once. Needs the linear schedule.
-
-    Returns:
-        Noise of B sequences, or of 2 * B if `complementary`.
-    """
-    assert not complementary or schedule == "linear"
-    length = eligible_BL.size(1)
-    t = times_BK.repeat_interleave(block_size, dim=1)[:, :length]
-    chosen = torch.rand(t.shape, generator=generator, dtype=torch.float64) < SCHEDULES[schedule].rate(t)
-    masked, weights = chosen & eligible_BL, SCHEDULES[schedule].weight(t)
-    if complementary:
-        masked = torch.cat([masked, ~chosen & eligible_BL])
-        weights = torch.cat([weights, 1 / (1 - t).clamp(min=1e-9)])  # no division by 0 at t = 1
-    return Noise(masked, weights.float().masked_fill(~masked, 0.0))
+def noise_at(times_BK: Tensor, eligible_BL: Tensor, block_size: int, generator: torch.Generator) -> Noise:
+    """Sample the noise of blocks at given times, float64. The weight 1 / t makes the mean over uniform t the bound."""
+    t = times_BK.repeat_interleave(block_size, dim=1)[:, : eligible_BL.size(1)]
+    masked = (torch.rand(t.shape, generator=generator, dtype=torch.float64) < t) & eligible_BL
+    return Noise(masked, (1 / t).float().masked_fill(~masked, 0.0))
 
 
 def counted_noise(eligible_BL: Tensor, block_size: int, generator: torch.Generator) -> Noise:
     """Mask k of the n eligible tokens of each block, k uniform from 1 to n, with weights n / k.
 
-    The weighted losses have the same expectation as under any schedule with continuous times, where the time only
-    decides how many tokens are masked, but less variance. With blocks of one token the bound is the exact likelihood.
+    The weighted losses have the same expectation as with continuous times, which only decide how many tokens are
+    masked, but less variance. With blocks of one token the bound is the exact likelihood.
     """
     batch, length = eligible_BL.shape
     blocks = -(-length // block_size)
@@ -135,57 +70,3 @@ def counted_noise(eligible_BL: Tensor, block_size: int, generator: torch.Generat
     weights = (num_eligible / count.clamp(min=1))[..., None] * masked
     masked, weights = (values.reshape(batch, -1)[:, :length] for values in (masked, weights))
     return Noise(masked, weights.float())
-
-
-def intervals() -> list[tuple[float, float]]:
-    """Return the intervals of times that `steadiest` compares: all times first, then windows of each width."""
-    windows = [ALL_TIMES]
-    for width in WIDTHS:
-        starts = (STEP * i for i in range(round((1 - width) / STEP) + 1))
-        windows += [(max(round(start, 2), ALL_TIMES[0]), round(start + width, 2)) for start in starts]
-    return windows
-
-
-def steadiest(times: Tensor, losses: Tensor) -> tuple[float, float]:
-    """Return the interval of times in which the losses of blocks vary least (arXiv 2503.09573).
-
-    The paper samples new times for each interval. Here one uniform sample serves all intervals, since its times are
-    uniform within each of them too.
-
-    Args:
-        times: Time of each block, `[K]` float64, uniform from 0 to 1.
-        losses: Mean loss of each block's tokens, `[K]`, weighted as in the bound.
-    """
-    variances = dict[tuple[float, float], float]()
-    for low, high in intervals():
-        inside = losses[(times >= low) & (times <= high)].double()
-        if len(inside) >= MIN_BLOCKS:
-            variances[low, high] = torch.var(inside).item()
-    return min(variances, key=variances.__getitem__, default=ALL_TIMES)
-
-
-def steadiest_of(
-    model: DiffusionModel,
-    batches: Iterable[Tokens],
-    schedule: str,
-    generator: torch.Generator,
-    compute: Callable[[DiffusionModel, Tensor, Noise], Tensor],
-) -> tuple[float, float]:
-    """Return `steadiest` over the blocks of some batches.
-
-    Args:
-        batches: Batches of `[B, L]` tokens.
-        schedule: A key of `SCHEDULES`.
-        generator: Source of the noise.
-        compute: `losses`, or a function with the same results.
-    """
-    size, block_times, block_losses = model.config.block_size, [], []
-    for ids, eligible in batches:
-        times = stratified((len(ids), -(-ids.size(1) // size)), generator)
-        noise = noise_at(times, eligible, size, schedule, generator)
-        blocks = torch.arange(ids.size(1)) // size
-        sums = torch.zeros(times.shape).index_add(1, blocks, compute(model, ids, noise).float().cpu())
-        num_eligible = torch.zeros(times.shape).index_add(1, blocks, eligible.float())
-        block_times.append(times[num_eligible > 0])
-        block_losses.append((sums / num_eligible)[num_eligible > 0])
-    return steadiest(torch.cat(block_times), torch.cat(block_losses))

@@ -166,7 +166,7 @@ class Sampler:
         model: DiffusionModel,
         settings: SampleSettings = SampleSettings(),  # noqa: B008 (frozen)
         strategy: Strategy | None = None,
-        stop: Sequence[str] = (),
+        stop: tuple[str, ...] = (),
     ) -> None:
         self.model, self.settings = model, settings
         self.strategy = strategy or read_strategy(settings.strategy)

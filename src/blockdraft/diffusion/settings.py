@@ -24,23 +24,17 @@ class ConvertSettings:
         None,
         description="Token that stands for unknown ones; by default the tokenizer's mask token, or else a new one.",
     )
-    seed: Seed = Field(0, description="Seed of the embedding of a new mask token.")
 
 
 @settings
 class NewSettings:
-    """Shape of a model with random weights. The defaults are the paper's tiny model."""
+    """Shape of a model with random weights in the paper's layout. The defaults are its tiny model."""
 
-    kind: Literal["dit", "causal"] = Field(
-        "dit",
-        description='"dit" is the network of the paper; "causal" has the layers of Qwen3, like converted models.',
-    )
     layers: Count = Field(8, description="Number of layers.")
     hidden_size: Count = Field(256, description="Width of the hidden states.")
     heads: Count = Field(8, description="Number of attention heads.")
     context: Annotated[int, Field(ge=2)] = Field(1024, description="Maximum sequence length in tokens.")
     block_size: Count = Field(8, description="Number of tokens per block; 1 makes the model autoregressive.")
-    condition_size: Count = Field(64, description="Width of the embedding that conditions the norms of the dit.")
     mask_token_id: Natural | None = Field(
         None,
         description="Token that stands for unknown ones; by default the tokenizer's mask token, or else a new one.",
@@ -117,28 +111,14 @@ class DiffusionRecipe:
     batch: Count | None = Field(
         None, description="Sequences per step, over all processes; by default 16 on a GPU and 4 on a CPU."
     )
-    schedule: Literal["linear", "square", "root", "logarithmic", "cosine"] = Field(
-        "linear", description="How the share of masked tokens rises with the time sampled for a block."
-    )
     low: Share = Field(0.001, description="Smallest time that is sampled.")
     high: Share = Field(
         1.0,
         description="Largest time that is sampled. Small blocks learn faster from a part of the times, such as 0.45 "
         "to 0.95 for blocks of 4.",
     )
-    search_every: Natural = Field(
-        0,
-        description="Steps between searches for the interval of times whose losses vary least, which then replaces "
-        "`low` and `high`; 0 never searches.",
-    )
-    search_batches: Count = Field(8, description="Batches that a search reads.")
-    complementary: bool = Field(
-        False, description="Train on each sequence twice per step, the second time with the other tokens masked."
-    )
     learning_rate: Amount = Field(3e-4, description="Peak learning rate of AdamW.")
-    weight_decay: Amount = Field(0.0, description="Weight decay of AdamW.")
     warmup: Natural = Field(100, description="Steps in which the learning rate rises to its peak, where it stays.")
-    clip: Amount = Field(1.0, description="Maximum gradient norm; 0 does not clip.")
     ema: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.9999,
         description="Decay of the moving average of the weights, which is saved; 0 saves the weights themselves.",
@@ -150,17 +130,13 @@ class DiffusionRecipe:
     save_minutes: Amount = Field(
         5.0, description="Minutes between checkpoints, in addition to `save_every`; 0 saves by steps only."
     )
-    keep: Count = Field(2, description="Number of checkpoints to keep, the newest ones.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description='Arithmetic: "auto" is bfloat16 on a GPU and on a CPU with instructions for it (AVX512-BF16, '
         "AMX), else float32. The weights are float32 either way.",
     )
-    save_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the saved weights.")
     trackers: Texts = Field((), description="Accelerate trackers that receive the metrics, in addition to log.jsonl.")
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high:
             raise UsageError(f"low is {self.low} and high {self.high}; give two times with 0 < low <= high <= 1.")
-        if self.complementary and self.schedule != "linear":
-            raise UsageError(f"schedule is {self.schedule!r}; complementary masks take the schedule linear.")

@@ -21,7 +21,7 @@ from blockdraft.diffusion.folder import write_model
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.losses import losses
 from blockdraft.diffusion.model import DiffusionModel
-from blockdraft.diffusion.noise import Noise, steadiest_of, training_noise
+from blockdraft.diffusion.noise import Noise, training_noise
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
 from blockdraft.diffusion.text import PackedTexts, Tokens, seed_of, sequence_length
 from blockdraft.errors import NumbersError, UsageError, counted
@@ -37,10 +37,12 @@ from blockdraft.training.progress import Progress, RunLog, run_folder
 
 BETAS = (0.9, 0.999)
 EVAL_DRAWS = 4
+MAX_GRADIENT_NORM = 1.0
+KEPT = 2  # newest checkpoints
 GPU_BATCH, CPU_BATCH = 16, 4
 TIMED = 3  # steps after which the remaining time is estimated; the first, slow step is not counted
 # Recipe fields that may change when a run resumes, since they do not affect the weights.
-MUTABLE = {"eval_every", "save_every", "save_minutes", "keep", "dtype", "save_dtype", "trackers"}
+MUTABLE = {"eval_every", "save_every", "save_minutes", "dtype", "trackers"}
 
 
 def train(
@@ -193,16 +195,11 @@ class _Training:
             raise UsageError(
                 f"steps must be at least {self.begin}, the steps of the run in {self.folder}, got {steps}."
             )
-        # With blocks of one token, times below 1 only add variance.
-        self.clip = (1.0, 1.0) if recipe.search_every and size == 1 else (recipe.low, recipe.high)
-        optimizer = torch.optim.AdamW(
-            self.network.parameters(), recipe.learning_rate, BETAS, weight_decay=recipe.weight_decay
-        )
+        optimizer = torch.optim.AdamW(self.network.parameters(), recipe.learning_rate, BETAS, weight_decay=0.0)
         self.module, wrapped = accelerator.prepare(_Losses(self.model), optimizer, device_placement=[False, False])
         self.optimizer = cast(torch.optim.Optimizer, getattr(wrapped, "optimizer", wrapped))
         self.average = MovingAverage(self.network, recipe.ema, None if state is None else state["ema"])
         if state is not None:
-            self.clip = tuple(state["clip"])
             restore_state(self.module, self.optimizer, state)
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -228,8 +225,6 @@ class _Training:
             if self.data.num_held_out and (end or (recipe.eval_every and step % recipe.eval_every == 0)):
                 metrics["held_out_bits"] = self._measure()
                 measured = f", held out {metrics['held_out_bits']:.3f} bits a token"
-            if recipe.search_every and step % recipe.search_every == 0 and self.model.config.block_size > 1:
-                self.clip = metrics["low"], metrics["high"] = self._search(step)
             if self.log is not None:
                 self.log.add(metrics)
                 accelerator.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
@@ -278,18 +273,16 @@ class _Training:
         recipe, accelerator = self.recipe, self.accelerator
         ids, eligible = self.data.batch(step, self.batch)
         generator = torch.Generator().manual_seed(seed_of(recipe.seed, 1, step))
-        block_size = self.model.config.block_size
-        noise = training_noise(eligible, block_size, recipe.schedule, self.clip, generator, recipe.complementary)
-        times = 2 if recipe.complementary else 1
+        clip = self.recipe.low, self.recipe.high
+        noise = training_noise(eligible, self.model.config.block_size, clip, generator)
         # Each process samples the noise of the whole batch and uses its share, so that only the seed decides the noise.
         share = self.batch // accelerator.num_processes
-        own = torch.arange(share) + accelerator.process_index * share
-        indices = torch.cat([own + self.batch * i for i in range(times)])
-        own_losses = self._losses(self.model, ids.repeat(times, 1)[indices], Noise(*(part[indices] for part in noise)))
+        own = slice(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+        own_losses = self._losses(self.model, ids[own], Noise(*(part[own] for part in noise)))
         # Distributed wrappers average the gradients over processes, but the loss needs their sum.
-        total = own_losses.sum() / max(int(eligible.sum()) * times, 1)
+        total = own_losses.sum() / max(int(eligible.sum()), 1)
         accelerator.backward(total * accelerator.num_processes)
-        norm = float(accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf))
+        norm = float(accelerator.clip_grad_norm_(self.module.parameters(), MAX_GRADIENT_NORM))
         loss = float(cast(Tensor, accelerator.reduce(total.detach(), "sum")))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._not_finite(step, loss, norm)
@@ -326,28 +319,17 @@ class _Training:
         with self.average.applied():
             return likelihood(self.model, self.data.held_out(), settings, compute=self._losses).bits_per_token
 
-    @torch.no_grad()
-    def _search(self, step: int) -> tuple[float, float]:
-        """Return the interval of times in which the loss of held-out blocks varies least."""
-        recipe, generator = self.recipe, torch.Generator().manual_seed(seed_of(self.recipe.seed, 2, step))
-        batches = (self.data.held_out_batch(number, self.batch) for number in range(recipe.search_batches))
-        with self.average.applied():
-            low, high = steadiest_of(self.model, batches, recipe.schedule, generator, self._losses)
-        self.progress.note(f"Step {step}: sampling noise levels from {low:g} to {high:g}, where the loss varies least")
-        return low, high
-
     def _save(self, step: int) -> None:
         """Write the model, then the checkpoint, so that every checkpoint has its model."""
         ema = {name: weight.to("cpu", copy=True) for name, weight in self.average.weights.items()}
         state = gather_state(self.module, self.optimizer)
         if self.log is not None:
-            dtype = getattr(torch, self.recipe.save_dtype)
             buffers = {name: buffer.detach().cpu() for name, buffer in self.network.named_buffers()}
-            for name, end in zip(("sampling_eps_min", "sampling_eps_max"), self.clip, strict=True):
+            for name, end in (("sampling_eps_min", self.recipe.low), ("sampling_eps_max", self.recipe.high)):
                 if name in buffers:  # as in the paper's checkpoints
                     buffers[name] = torch.tensor(end)
-            write_model(self.model, buffers | {name: weight.to(dtype) for name, weight in ema.items()}, self.out)
-            state |= {"step": step, "identity": self.identity, "clip": list(self.clip), "ema": ema}
-            checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
+            write_model(self.model, buffers | ema, self.out)
+            state |= {"step": step, "identity": self.identity, "ema": ema}
+            checkpoints.save(self.folder / "checkpoints", step, state, KEPT)
         self.saved, self.saved_at = step, time.monotonic()
         self.accelerator.wait_for_everyone()

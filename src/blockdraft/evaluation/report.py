@@ -1,24 +1,22 @@
-"""Results of a benchmark: tables in a terminal, and a folder with results.json and pictures."""
+"""Results of a benchmark: tables in a terminal, and results.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
 from blockdraft.evaluation.methods import PLAIN
-from blockdraft.evaluation.pictures import PICTURES
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures, Profile
+from blockdraft.evaluation.tables import SHARES, new_table, number, percent, percents
 from blockdraft.timing import PARTS
 
 RESULTS = "results.json"
-SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 
 NOTES = (
     "tokens/s: tokens after each response's first, over wall time without prefill; median of {repeats} (slowest "
@@ -39,22 +37,14 @@ PROFILE_NOTES = (
 )
 
 
-def write(folder: Path, results: Results, with_pictures: bool) -> None:
-    """Write results.json and pictures, if wanted, to a folder, each file completely or not at all.
-
-    Pictures of earlier results are deleted.
+def write(folder: Path, results: Results) -> None:
+    """Write results.json to a folder, completely or not at all.
 
     Raises:
-        UsageError: A file cannot be written, for instance because the disk is full.
+        UsageError: The file cannot be written, for instance because the disk is full.
     """
     make_folder(folder)
-    for name in PICTURES:
-        (folder / name).unlink(missing_ok=True)
     write_file(folder / RESULTS, results.as_json().encode())
-    if with_pictures:
-        for name, draw in PICTURES.items():
-            if (picture := draw(results)) is not None:
-                write_file(folder / name, picture)
 
 
 def show(console: Console, results: Results) -> None:
@@ -70,55 +60,45 @@ def show(console: Console, results: Results) -> None:
         console.print(f"Drafter {drafter}: {', '.join(name for name in drafters if drafters[name] == drafter)}")
     console.print()
     for name, methods in tables.items():
-        console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
-        console.print()
+        console.print(_table(console, name, methods), "")
     console.print(NOTES.format(repeats=counted(arguments["repeats"], "repeat")))
     if any(figures.identical is None for figures in results.methods.values()):
         console.print(SAMPLED_NOTES)
     if results.profiles:
-        console.print()
-        console.print(_profile_table(results.profiles, box.SIMPLE if console.is_terminal else None))
-        console.print()
+        console.print("", _profile_table(console, results.profiles), "")
         console.print(PROFILE_NOTES)
 
 
-def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> Table:
+def _table(console: Console, name: str, methods: Mapping[str, Figures]) -> Table:
     plain = methods[PLAIN]
-    table = Table(box=lines, pad_edge=False, title_justify="left")
-    table.title = f"{name}: {counted(plain.prompts, 'prompt')}, {plain.timed_prompts} timed"
-    table.add_column("method", overflow="fold")
-    for header in (
-        "tokens/s",
-        "range",
-        "speed-up",
-        "tau",
-        "R",
-        f"S_1..S_{SHOWN_POSITIONS} %",
-        "same %",
-        "loops %",
-    ):
-        table.add_column(header, justify="right", no_wrap=True)
+    headers = (">tokens/s", ">range", ">speed-up", ">tau", ">R", f">{SHARES}", ">same %", ">loops %")
+    title = f"{name}: {counted(plain.prompts, 'prompt')}, {plain.timed_prompts} timed"
+    table = new_table(console, "method", *headers, title=title)
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.no_wrap = True
     for method, figures in methods.items():
-        slowest, fastest = figures.tokens_per_second_range or (None, None)
+        rates = figures.tokens_per_second_by_repeat
         table.add_row(
             method,
-            _number(figures.tokens_per_second, 1),
-            f"{_number(slowest, 1)}-{_number(fastest, 1)}",
-            _number(figures.speedup, 2),
-            _number(figures.tau, 2),
-            _number(figures.step_cost, 2),
-            " ".join(f"{100 * share:.0f}" for share in figures.acceptance_by_position[:SHOWN_POSITIONS]),
-            _percent(figures.identical),
-            _percent(figures.repetitive),
+            number(figures.tokens_per_second, 1),
+            f"{number(min(rates, default=None), 1)}-{number(max(rates, default=None), 1)}",
+            number(figures.speedup, 2),
+            number(figures.tau, 2),
+            number(figures.step_cost, 2),
+            percents(figures.acceptance_by_position),
+            percent(figures.identical),
+            percent(figures.repetitive),
         )
     return table
 
 
-def _profile_table(profiles: Mapping[str, Profile], lines: box.Box | None) -> Table:
-    table = Table(box=lines, pad_edge=False, title_justify="left", title="Where the time of a step goes: ms (%)")
-    table.add_column("part", no_wrap=True)
-    for method in profiles:
-        table.add_column(method, justify="right", overflow="fold")
+def _profile_table(console: Console, profiles: Mapping[str, Profile]) -> Table:
+    methods = (f">{method}" for method in profiles)
+    table = new_table(console, "part", *methods, title="Where the time of a step goes: ms (%)")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.overflow = "fold"
     for part in PARTS:
         spent = [(profile.seconds[part], profile.total) for profile in profiles.values()]
         table.add_row(part, *(f"{1000 * seconds:.3f} ({100 * seconds / total:4.1f})" for seconds, total in spent))
@@ -126,12 +106,3 @@ def _profile_table(profiles: Mapping[str, Profile], lines: box.Box | None) -> Ta
     hosts = ((1000 * profile.host * profile.total, 100 * profile.host) for profile in profiles.values())
     table.add_row("host", *(f"{milliseconds:.3f} ({share:4.1f})" for milliseconds, share in hosts))
     return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "?" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(share: float | None) -> str:
-    # Rounded down, so that 100 means all.
-    return "?" if share is None else f"{int(1000 * share) / 10:g}"

@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from blockdraft.evaluation.suite.paper import FIGURES
-from blockdraft.settings import Count, Flag, Natural, SettingsError, settings
+from blockdraft.settings import Count, Flag, Natural, settings
 
 Concurrency = Annotated[int, Field(ge=1, le=64)]
 
 
 @settings
-class Settings:
+class MeasureSettings:
     """Measurement of decoding methods."""
 
     limit: Annotated[Count | None, Flag(panel="Data")] = Field(
@@ -57,9 +56,6 @@ class SuiteSettings:
     tasks: Annotated[str | None, Flag(metavar="NAME,...")] = Field(
         None, description="Sets of the suite to measure; by default all."
     )
-    paper_model: Annotated[str | None, Flag(metavar="|".join(FIGURES))] = Field(
-        None, description="Model whose published figures are shown; by default the target, recognized by its shape."
-    )
     limit: Annotated[Count | None, Flag(panel="Data")] = Field(
         None, description="Number of prompts per set; by default as many as the paper uses, 30 to 164."
     )
@@ -69,7 +65,3 @@ class SuiteSettings:
     seed: Annotated[int, Flag(panel="Sampling")] = Field(
         0, description="Seed of a set's first prompt. Each later prompt gets the next number."
     )
-
-    def __post_init__(self) -> None:
-        if self.paper_model is not None and self.paper_model not in FIGURES:
-            raise SettingsError.of("paper_model", " or ".join(FIGURES), self.paper_model)

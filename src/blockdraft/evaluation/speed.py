@@ -18,7 +18,7 @@ from blockdraft.engine import Completion, Engine, loops, merge
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method
 from blockdraft.evaluation.prompts import PromptSet
-from blockdraft.evaluation.settings import Settings
+from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.machine import wait_for
 from blockdraft.targets import Target
 from blockdraft.timing import NETWORKS, PARTS, listening
@@ -79,17 +79,14 @@ class Figures:
             more than its first token, the figures of speed and acceptance are None.
         tokens_per_second: Tokens after each response's first, of all sequences of a batch, over the wall time of
             decoding without prefill. Median of the repeats.
-        tokens_per_second_range: Values of the slowest and the fastest repeat.
         tokens_per_second_by_repeat: Value of each repeat.
         speedup: Tokens per second over those of plain decoding in the same repeat, so that a slow moment of the machine
             affects both. Median of the repeats.
         speedup_by_repeat: Value of each repeat.
         tau: Tokens committed per step and sequence, bonus included, over all steps of timed responses.
         acceptance_by_position: S_1, S_2, ... over the same steps.
-        step_seconds: Wall time of decoding over the steps of the batches. Median of the repeats.
-        step_cost: R, time of a step over that of plain decoding in the same repeat. Median of the repeats. With batch
-            size 1, speedup = tau / R.
-        batch_seconds: Mean wall time of a batch, prefill included. Median of the repeats.
+        step_cost: R, wall time of decoding per step over that of plain decoding in the same repeat. Median of the
+            repeats. With batch size 1, speedup = tau / R.
         identical: Share of prompts for which every response equals the plain one, with the same seed when sampling;
             None for sampled draft tokens in that case. For plain decoding it measures repeatability.
         repetitive: Share of prompts for which some response is repetitive, as defined by `engine.loops`.
@@ -98,15 +95,12 @@ class Figures:
     prompts: int
     timed_prompts: int
     tokens_per_second: float | None
-    tokens_per_second_range: tuple[float, float] | None
     tokens_per_second_by_repeat: tuple[float, ...]
     speedup: float | None
     speedup_by_repeat: tuple[float, ...]
     tau: float | None
     acceptance_by_position: tuple[float, ...]
-    step_seconds: float | None
     step_cost: float | None
-    batch_seconds: float | None
     identical: float | None
     repetitive: float
 
@@ -182,7 +176,7 @@ def measure(
     engines: Mapping[str, Engine],
     sets: Sequence[PromptSet],
     params: SamplingParams,
-    settings: Settings,
+    settings: MeasureSettings,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[Trial]:
     """Decode all prompts with all methods.
@@ -244,7 +238,11 @@ class Run:
     """Decodes batches of prompts; arguments as in `measure`."""
 
     def __init__(
-        self, engines: Mapping[str, Engine], sets: Sequence[PromptSet], params: SamplingParams, settings: Settings
+        self,
+        engines: Mapping[str, Engine],
+        sets: Sequence[PromptSet],
+        params: SamplingParams,
+        settings: MeasureSettings,
     ) -> None:
         self.engines = engines
         self.prompts = {prompt_set.name: prompt_set.prompts for prompt_set in sets}
@@ -287,7 +285,7 @@ def profiles(
     engines: Mapping[str, Engine],
     sets: Sequence[PromptSet],
     params: SamplingParams,
-    settings: Settings,
+    settings: MeasureSettings,
     trials: Sequence[Trial],
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Profile]:
@@ -348,15 +346,12 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
             prompts=len(answers),
             timed_prompts=len({(t.prompt_set, i) for t in own if t.repeat is not None for i in t.prompts}),
             tokens_per_second=_median(rates),
-            tokens_per_second_range=(min(rates), max(rates)) if rates else None,
             tokens_per_second_by_repeat=rates,
             speedup=_median(speedups),
             speedup_by_repeat=speedups,
             tau=stats.tau if repeats else None,
             acceptance_by_position=tuple(stats.acceptance_by_position),
-            step_seconds=_median(steps),
             step_cost=_median(list(map(truediv, steps, plain_steps))),
-            batch_seconds=_median([sum(t.seconds for t in repeat) / len(repeat) for repeat in repeats]),
             identical=None if method in incomparable else identical_share(answers, reference),
             repetitive=repetitive_share(answers),
         )

@@ -86,7 +86,9 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
         ids = prompt
     limit, clipped = _token_limit(request, settings, context_of(engine), len(ids))
     # Encoded once for all choices.
-    params = replace(params, max_new_tokens=limit, prediction=encode_prediction(params.prediction, engine.target))
+    params = replace(
+        params, max_new_tokens=limit, prediction=tuple(encode_prediction(params.prediction, engine.target))
+    )
     choices = []
     for index in range(request.n):
         seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS

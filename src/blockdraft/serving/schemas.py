@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from blockdraft.errors import UsageError
 from blockdraft.serving.json_schemas import close
-from blockdraft.types import MAX_SEED, RANGES, Grammar, SamplingParams
+from blockdraft.types import MAX_SEED, MOST, Bias, Grammar, Penalty, Positive, SamplingParams, Share, TopP
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # editors send dozens of stop strings
 MAX_CHOICES = 128
@@ -42,12 +42,6 @@ UNLIMITED = BeforeValidator(lambda value: None if value == -1 else value)  # as 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
-
-
-def _in_range(name: str, least: float | None = None) -> Any:
-    """Return the field of a sampling parameter with its limits, or from `least` on."""
-    low, high = RANGES[name]
-    return Field(ge=low if least is None else least, le=high)
 
 
 class Schema(BaseModel):
@@ -136,14 +130,14 @@ class GenerationSchema(Schema):
     model: str = Field("", description="A name that /v1/models lists; without one, the served model.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[MaxTokens | None, UNLIMITED] = None
-    temperature: Annotated[float, _in_range("temperature", least=0)] | None = None
-    top_p: Annotated[float, _in_range("top_p")] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, _in_range("min_p")] | None = None
-    presence_penalty: Annotated[float, _in_range("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, _in_range("frequency_penalty")] | None = None
-    repetition_penalty: Annotated[float, _in_range("repetition_penalty")] | None = None
-    logit_bias: Table[Annotated[float, _in_range("logit_bias")]] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
+    logit_bias: Table[Bias] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True, max_length=MAX_TABLE)] | None = None

@@ -28,8 +28,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
 
 def stream(usage: Any, **choice: Any) -> str:
-    said = {"choices": [{"delta": {"content": "four tokens"}, "finish_reason": "stop", **choice}]}
-    return f"data: {json.dumps(said)}\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+    event = {"choices": [{"delta": {"content": "four tokens"}, "finish_reason": "stop", **choice}]}
+    return f"data: {json.dumps(event)}\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
 
 
 def ask(**given: Any) -> Answer:

@@ -59,7 +59,7 @@ LIVE_CODE_FREE = LIVE_CODE.replace(
 
 
 def read(folder: Path, names: str, limit: int | None = None) -> dict[str, list[Turns]]:
-    return read_tasks(chosen_tasks("paper", names), folder, limit)
+    return read_tasks(chosen_tasks(names), folder, limit)
 
 
 def test_every_set_has_the_papers_prompts(write: Write, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_every_set_has_the_papers_prompts(write: Write, tmp_path: Path) -> None:
     }
 
 
-def test_what_is_taken_is_what_the_authors_take(write: Write, tmp_path: Path) -> None:
+def test_prompts_and_order_are_those_of_the_authors(write: Write, tmp_path: Path) -> None:
     records = [{"prompt": f"Write {i}."} for i in range(200)]
     write("google-research-datasets/mbpp/sanitized/test-00000-of-00002.parquet", records[:150])
     write("google-research-datasets/mbpp/sanitized/test-00001-of-00002.parquet", records[150:])
@@ -107,11 +107,11 @@ def test_bad_data_is_named(write: Write, data: Path) -> None:
     file = write("openai/gsm8k/main/test-00000-of-00001.parquet", [{"query": "2 + 2?", "answer": "4"}])
     with pytest.raises(ValueError) as caught:
         read(data, "gsm8k,mbpp,mt-bench")
-    told = str(caught.value)
-    assert "2 things do not fit" in told
-    assert f"GSM8K: {file} has no column 'question', and 'query', 'answer' instead; fetch it" in told
-    assert f"MBPP: there is neither {data / 'google-research-datasets/mbpp'} nor {data / 'mbpp'}" in told
-    assert "hf download --repo-type dataset openai/gsm8k --local-dir DIR/openai/gsm8k" in told
+    message = str(caught.value)
+    assert "2 things do not fit" in message
+    assert f"GSM8K: {file} has no column 'question', and 'query', 'answer' instead; fetch it" in message
+    assert f"MBPP: there is neither {data / 'google-research-datasets/mbpp'} nor {data / 'mbpp'}" in message
+    assert "hf download --repo-type dataset openai/gsm8k --local-dir DIR/openai/gsm8k" in message
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_bad_data_is_named(write: Write, data: Path) -> None:
     [
         ("alpaca", "alpaca/train.jsonl", [{"instruction": " ", "input": ""}], "train.jsonl asks nothing"),
         ("mt-bench", "mt_bench_prompts/train.jsonl", [{"prompt": 5}], "record 1 of .*train.jsonl asks nothing: .*5"),
-        ("mt-bench", "mt_bench_prompts/train.jsonl", [{"text": "a"}], "has no column 'prompt' or 'turns'"),
+        ("mt-bench", "mt_bench_prompts/train.jsonl", [{"text": "a"}], "has no column 'turns'"),
         ("alpaca", "alpaca/notes.txt", [], "holds no .parquet or .jsonl file"),
         ("math500", "MATH-500/test.jsonl", [], "test.jsonl cannot be read|holds no records of HuggingFaceH4/MATH-500"),
         ("livecodebench", "code_generation_lite/test.jsonl", [{}], "lacks test2.jsonl, test3.jsonl"),
@@ -140,8 +140,6 @@ def test_broken_files_and_names(write: Write, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which is no folder"):
         read(tmp_path / "nowhere", "math500")
     with pytest.raises(ValueError, match="tasks must be some of gsm8k,math500.*, got 'gsm9k'"):
-        chosen_tasks("paper", "gsm9k")
-    with pytest.raises(ValueError, match="suite must be paper.*, got 'book'"):
-        chosen_tasks("book", None)
+        chosen_tasks("gsm9k")
     with pytest.raises(ValueError, match="openai/gsm8k cannot be read .*--suite-data DIR"):  # there is no hub here
-        read_tasks(chosen_tasks("paper", "gsm8k"), None, None)
+        read_tasks(chosen_tasks("gsm8k"), None, None)

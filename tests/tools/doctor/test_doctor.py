@@ -22,14 +22,13 @@ from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.doctor.checks import Check
 from blockdraft.tools.doctor.examine import Diagnosis, conclude, examine
-from blockdraft.tools.doctor.settings import DoctorSettings
 
 DRAFTER = bundled()[BUNDLED_DFLASH]
 PROMPTS = [
     "Ann has 4 apples and buys 7 more. How many apples does she have now?",
     "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",
 ]
-SMALL = DoctorSettings(max_new_tokens=48, anchors=24)
+SMALL = 48  # tokens of a response
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,12 @@ from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.doctor.checks import checker_of
 from blockdraft.tools.doctor.examine import Diagnosis, examine
-from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.training.batches import PackedSequences
 from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
 
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
-HOW = DoctorSettings(max_new_tokens=32, anchors=24)
+HOW = 32  # tokens of a response
 DRAFT_CHOICE, STEPS = 3, 80
 OWN = {"eagle3": {"draft_vocab": 200, "target_layers": (0, 1)}, "mtp": {}, "medusa": {}}
 
@@ -77,9 +76,9 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
         torch.manual_seed(0)
         network = variant.network(config)
         if kind == "eagle3":
-            said = torch.cat([tokens for tokens, _ in texts]).unique()
-            others = torch.tensor([i for i in range(1, target.vocab_size - 1, 1) if i not in said.tolist()])
-            network.keep(torch.cat([said, others[: config.draft_vocab_size - len(said)]]).sort().values)
+            used = torch.cat([tokens for tokens, _ in texts]).unique()
+            others = torch.tensor([i for i in range(1, target.vocab_size - 1, 1) if i not in used.tolist()])
+            network.keep(torch.cat([used, others[: config.draft_vocab_size - len(used)]]).sort().values)
             places = {int(token): place for place, token in enumerate(network.kept)}
         else:
             torch.nn.init.uniform_(network.norm.weight, -2, 2) if kind == "mtp" else None
@@ -242,7 +241,7 @@ def test_norms_kept_otherwise(target: Target, learned: Callable[..., Checkpoint]
     assert found.fault == "norm" and "norms that the file keeps whole" in found.finding, found
 
 
-def test_what_cannot_be_examined(target: Target) -> None:
+def test_drafters_without_files_cannot_be_examined(target: Target) -> None:
     with pytest.raises(UsageError, match="lookup does not exist; give the folder or GGUF file"):
         checker_of("lookup", target)
 

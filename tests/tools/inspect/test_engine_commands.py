@@ -114,7 +114,7 @@ def written(
         for place, layout in enumerate(KINDS[kind])
     ],
 )
-def test_what_inspect_says_is_each_engines_own(
+def test_commands_use_options_of_the_engines(
     written: Callable[[str, str], tuple[str, str]], kind: str, layout: str
 ) -> None:
     drafter, target = written(kind, layout)
@@ -129,13 +129,13 @@ def test_what_inspect_says_is_each_engines_own(
             assert start.reason and not start.files
             assert engine != "OpenVINO GenAI" or (start.remedy is not None) == (kind == "drafter")
             continue
-        said = check_recorded(engine, shlex.split(start.line), start.files)
+        options = check_recorded(engine, shlex.split(start.line), start.files)
         counts = {"vLLM": "num_speculative_tokens", "TensorRT-LLM": "max_draft_len"}
-        if engine in counts and said:
-            assert said[counts[engine]] == draft_tokens
-            assert drafter in said.values()
+        if engine in counts and options:
+            assert options[counts[engine]] == draft_tokens
+            assert drafter in options.values()
         if engine == "SGLang":
-            assert said["--speculative-num-draft-tokens"] == str(draft_tokens + 1)
+            assert options["--speculative-num-draft-tokens"] == str(draft_tokens + 1)
 
 
 def test_reasons_for_kinds_that_no_engine_runs(drafters: dict[str, Path], tiny_target_dir: Path) -> None:
@@ -163,5 +163,5 @@ def test_shell_command_writes_the_configuration_file(
 
 
 def test_eagle3_with_the_usual_target_layers_names_none(drafters: dict[str, Path], tiny_target_dir: Path) -> None:
-    said = inspect(drafters["eagle3"], tiny_target_dir).starts["TensorRT-LLM"]
-    assert '"eagle3_layers_to_capture": [0, 1, 1]' in said.files["trtllm.yaml"]  # the target has too few for the usual
+    start = inspect(drafters["eagle3"], tiny_target_dir).starts["TensorRT-LLM"]
+    assert '"eagle3_layers_to_capture": [0, 1, 1]' in start.files["trtllm.yaml"]  # the target has too few for the usual

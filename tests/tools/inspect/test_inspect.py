@@ -1,4 +1,4 @@
-"""What is said of tiny checkpoints of each kind."""
+"""Reports on tiny checkpoints of each kind."""
 
 import json
 import shlex
@@ -48,7 +48,7 @@ def verdicts(report: Report) -> dict[str, bool | None]:
     return {check.name: check.holds for check in report.fits}
 
 
-def test_a_drafter_says_to_how_few_bits_it_was_trained(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_bits_of_quantization_aware_training(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
     few = variant("few", qat_bits=4)
     assert inspect(few).about["rounded_in_training"] == "4 bits"
     file = export_gguf(few, tmp_path / "gguf", tiny_target_dir, "q8_0").drafter
@@ -67,16 +67,16 @@ def test_a_drafter(variant: Variant) -> None:
         "vocabulary": 265,
         "fingerprint": "0123456789abcdef",
     }
-    said = found.conventions
-    assert (said["block_size"], said["draft_tokens"]) == (8, 7)
+    info = found.conventions
+    assert (info["block_size"], info["draft_tokens"]) == (8, 7)
     outputs, entered = [0, 1], [1, 2]
-    assert said["target_layers"] == {
+    assert info["target_layers"] == {
         **dict.fromkeys(("blockdraft", "zlab"), outputs),
         **dict.fromkeys(("vllm_sglang", "speculators", "llama_cpp"), entered),
     }
-    assert said["layers"] == [{"causal_in_block": True, "window": 16}, {"causal_in_block": False, "window": None}]
-    assert said["rope"] == {"theta": 10000.0, "scaling": None}
-    assert said["mask_token"] == {"id": 3, "token": None} and said["vocabulary"] == {"target": 265, "from_draft": 265}
+    assert info["layers"] == [{"causal_in_block": True, "window": 16}, {"causal_in_block": False, "window": None}]
+    assert info["rope"] == {"theta": 10000.0, "scaling": None}
+    assert info["mask_token"] == {"id": 3, "token": None} and info["vocabulary"] == {"target": 265, "from_draft": 265}
     weights = load_file(folder / "model.safetensors")
     assert (
         found.about["parameters"] == sum(weight.numel() for weight in weights.values()) == found.about["weights"]["F32"]
@@ -137,7 +137,7 @@ def test_a_target_that_fits_and_others(variant: Variant, tiny_target_dir: Path, 
 
 
 def test_speculators(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
-    """The number of target layers is the target's own; a cut vocabulary is told."""
+    """The number of target layers is the target's own; a reduced vocabulary is reported."""
     config, tensors = zlab.read_checkpoint(variant())
     embedding, head = embedding_and_head(load_target(tiny_target_dir))
     kept = torch.arange(0, 265, 5)
@@ -259,7 +259,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
     (tmp_path / "note.txt").touch()
     (tmp_path / "list").mkdir()
     (tmp_path / "list" / "adapter_config.json").write_text("[]")
-    for place, said in (
+    for place, message in (
         (empty, "holds no checkpoint: there is no config.json and no adapter_config.json"),
         (run, f"did you mean {run / 'step'}"),
         (bare, r"bare has no weights \(\*.safetensors\) beside config.json"),
@@ -269,7 +269,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
         (tmp_path / "list", "does not describe an adapter"),
         (tmp_path / "nowhere" / "at" / "all", "There is no folder"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             inspect(place)
     (empty / "a.gguf").touch()
     with pytest.raises(UsageError, match="give one of its files, such as .*a.gguf"):
@@ -279,7 +279,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
 
 
 def test_weights_that_are_cut_short(tiny_target_dir: Path, tiny_medusa_dir: Path, tmp_path: Path) -> None:
-    new_model(tiny_target_dir, tmp_path / "denoiser", NewSettings(kind="causal", layers=1, hidden_size=32, heads=2))
+    new_model(tiny_target_dir, tmp_path / "denoiser", NewSettings(layers=1, hidden_size=32, heads=2))
     shutil.copytree(tiny_target_dir, tmp_path / "target")
     shutil.copytree(tiny_medusa_dir, tmp_path / "medusa")
     (tmp_path / "adapter").mkdir()
@@ -351,7 +351,7 @@ def test_configurations_that_are_none(text: str, tiny_drafter_dir: Path, tiny_ta
 
 
 def test_targets_with_values_that_are_none(tiny_target_dir: Path, tmp_path: Path) -> None:
-    """What no one can compute is told, and no error of torch's."""
+    """Impossible values are reported, without an error of torch."""
     shutil.copytree(tiny_target_dir, tmp_path / "odd")
     raw = json.loads((tmp_path / "odd" / "config.json").read_text())
     for changed in (
@@ -384,15 +384,14 @@ def test_targets_that_are_none(tiny_drafter_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_block_diffusion_model(tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
-    for kind in ("dit", "causal"):
-        place = tmp_path / kind
-        new_model(tiny_target_dir, place, NewSettings(kind=kind, layers=1, hidden_size=32, heads=2))  # type: ignore[arg-type]
-        found = inspect(place)
-        weights = load_file(place / "model.safetensors")
-        assert (found.what, found.about["block_size"]) == ("block-diffusion model", 8)
-        assert found.about["parameters"] == sum(weight.numel() for weight in weights.values())
-        assert found.starts["blockdraft"].line == f"blockdraft diffusion generate --model {place}"
-    with pytest.raises(UsageError, match="causal is a block-diffusion model, .* leave --target out"):
+    place = tmp_path / "denoiser"
+    new_model(tiny_target_dir, place, NewSettings(layers=1, hidden_size=32, heads=2))
+    found = inspect(place)
+    weights = load_file(place / "model.safetensors")
+    assert (found.what, found.about["block_size"]) == ("block-diffusion model", 8)
+    assert found.about["parameters"] == sum(weight.numel() for weight in weights.values())
+    assert found.starts["blockdraft"].line == f"blockdraft diffusion generate --model {place}"
+    with pytest.raises(UsageError, match="denoiser is a block-diffusion model, .* leave --target out"):
         inspect(place, tiny_target_dir)
     with pytest.raises(UsageError, match=f"target is {place}, which is a block-diffusion model"):
         inspect(tiny_drafter_dir, place)
@@ -407,13 +406,13 @@ def written_so(drafter: Path, name: str, target: Path, out: Path) -> Path:
 def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
     found = inspect(tiny_eagle3_dir)
     assert (found.layout, found.about["architecture"]) == ("eagle3", "LlamaForCausalLMEagle3")
-    said, weights = found.conventions, load_file(tiny_eagle3_dir / "model.safetensors")
-    assert (said["block_size"], said["draft_tokens"]) == (6, 5) and said["vocabulary"] == {
+    info, weights = found.conventions, load_file(tiny_eagle3_dir / "model.safetensors")
+    assert (info["block_size"], info["draft_tokens"]) == (6, 5) and info["vocabulary"] == {
         "target": 265,
         "from_draft": 120,
     }
-    assert said["target_layers"]["eagle3"] == [0, 1] and said["target_layers"]["eagle3_speculators"] == [1, 2]
-    assert said["LlamaForCausalLMEagle3"]["qk_norm"] is False and "mask_token" not in said
+    assert info["target_layers"]["eagle3"] == [0, 1] and info["target_layers"]["eagle3_speculators"] == [1, 2]
+    assert info["LlamaForCausalLMEagle3"]["qk_norm"] is False and "mask_token" not in info
     assert found.about["parameters"] == sum(w.numel() for w in weights.values() if w.is_floating_point())
     assert found.wants["layers"] is None and found.about["context"] == 256
     words = shlex.split(str(found.starts["vLLM"].line))
@@ -430,7 +429,7 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
 
     other = inspect(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "s"))
     assert other.layout == "eagle3_speculators" and other.wants["name"] == "owner/model"
-    assert other.conventions["target_layers"] == said["target_layers"]
+    assert other.conventions["target_layers"] == info["target_layers"]
     assert other.starts["vLLM"].line == f"vllm serve {tmp_path / 's'}"
     assert "--format eagle3" in str(other.starts["SGLang"].remedy)
 
@@ -466,7 +465,7 @@ def test_medusa_and_mtp(tiny_medusa_dir: Path, tiny_mtp_dir: Path, tiny_target_d
         assert json.loads(json.dumps(report.as_dict()))["what"] == "drafter"
 
 
-def test_every_layout_says_its_configuration(
+def test_configuration_of_every_layout(
     tiny_drafter_dir: Path,
     tiny_dspark_dir: Path,
     tiny_eagle3_dir: Path,

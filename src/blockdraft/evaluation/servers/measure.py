@@ -32,16 +32,6 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Server:
-    """Address of a server, and how requests are sent to it; fields as in `Client`."""
-
-    url: str
-    model: str | None = None
-    key: str | None = None
-    raw: bool = False
-
-
-@dataclass(frozen=True)
 class ServerInfo:
     """Properties of a server.
 
@@ -142,7 +132,7 @@ class Measured:
 
 
 def measure(
-    servers: Sequence[Server],
+    clients: Sequence[Client],
     sets: Sequence[PromptSet],
     params: Sequence[SamplingParams],
     settings: LoadSettings,
@@ -151,7 +141,7 @@ def measure(
     """Measure a server under load, or two interleaved.
 
     Args:
-        servers: One server, or two with the same model, of which the second does not draft.
+        clients: Client of one server, or those of two with the same model, of which the second does not draft.
         params: Sampling parameters of each series of levels, which differ in temperature. Request i uses `seed` + i.
 
     Returns:
@@ -161,21 +151,19 @@ def measure(
         UsageError: A server cannot be reached or does not answer, caches prefixes although that is not allowed, or the
             second one drafts.
     """
-    return asyncio.run(_measure(dict(zip((URL, AGAINST), servers, strict=False)), sets, params, settings, progress))
+    return asyncio.run(_measure(dict(zip((URL, AGAINST), clients, strict=False)), sets, params, settings, progress))
 
 
 async def _measure(
-    servers: Mapping[str, Server],
+    clients: Mapping[str, Client],
     sets: Sequence[PromptSet],
     params: Sequence[SamplingParams],
     settings: LoadSettings,
     progress: Progress,
 ) -> Measured:
     async with AsyncExitStack() as stack:
-        clients = dict[str, Client]()
-        for name, server in servers.items():
-            client = Client(server.url, server.model, server.key, server.raw, settings.silence)
-            clients[name] = await stack.enter_async_context(client)
+        for client in clients.values():
+            await stack.enter_async_context(client)
         longest = max((prompt for prompt_set in sets for prompt in prompt_set.prompts), key=len)
         infos = {name: await _inspect(client, longest, settings) for name, client in clients.items()}
         equality = await _compare(clients, sets, params[0], progress) if AGAINST in clients else None

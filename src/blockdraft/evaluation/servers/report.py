@@ -1,26 +1,23 @@
-"""Results of servers under load as a table, JSON and CSV."""
+"""Results of servers under load as a table and as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
-from blockdraft.evaluation.servers.measure import Level, Measured
+from blockdraft.evaluation.servers.measure import Measured
+from blockdraft.evaluation.tables import SHARES, new_table, number, percents
 
-JSON, CSV = "server.json", "server.csv"
-SHOWN_POSITIONS = 4  # of S_i in the table; the files have all
+JSON = "server.json"
 NOTES = (
     "tokens/s: of all requests together, at full concurrency. first, token: milliseconds to the first piece of a "
     "response, and between tokens after it; medians over responses (95th percentile). tau: tokens per target forward "
@@ -34,22 +31,10 @@ def as_json(results: Measured, arguments: Mapping[str, Any]) -> str:
     return json.dumps(whole, indent=2) + "\n"
 
 
-def as_csv(results: Measured) -> str:
-    """Return CSV with a line per level; S_1, S_2, ... share a cell, separated by spaces."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, [field.name for field in fields(Level)], lineterminator="\n")
-    table.writeheader()
-    for level in results.levels:
-        shares = " ".join(f"{share:.4f}" for share in level.acceptance_by_position)
-        table.writerow(asdict(level) | {"acceptance_by_position": shares})
-    return text.getvalue()
-
-
 def write(folder: Path, results: Measured, arguments: Mapping[str, Any]) -> None:
-    """Write server.json and server.csv, each completely or not at all."""
+    """Write server.json, completely or not at all."""
     make_folder(folder)
     write_file(folder / JSON, as_json(results, arguments).encode())
-    write_file(folder / CSV, as_csv(results).encode())
 
 
 def show(console: Console, results: Measured) -> None:
@@ -59,9 +44,7 @@ def show(console: Console, results: Measured) -> None:
             f"{name}: {info.model} at {info.url}, engine {info.engine or 'not known'}, prefix caching {caching} "
             f"({info.seen_by})"
         )
-    console.print()
-    console.print(_table(results, box.SIMPLE if console.is_terminal else None))
-    console.print()
+    console.print("", _table(console, results), "")
     console.print(NOTES)
     if results.equality is not None:
         equality = results.equality
@@ -77,13 +60,12 @@ def show(console: Console, results: Measured) -> None:
         console.print(f"\n{counted(failed, 'request')} failed: {'; '.join(results.problems[:3])}", markup=False)
 
 
-def _table(results: Measured, lines: box.Box | None) -> Table:
-    table = Table(box=lines, pad_edge=False)
-    for name in ("prompts", "server"):
-        table.add_column(name, overflow="fold")
-    headers = ["T", "at once", "requests", "tokens/s", "first ms", "token ms", "tau", f"S_1..S_{SHOWN_POSITIONS} %"]
-    for header in [*headers, *(["speed-up"] if results.equality else [])]:
-        table.add_column(header, justify="right")
+def _table(console: Console, results: Measured) -> Table:
+    headers = ["T", "at once", "requests", "tokens/s", "first ms", "token ms", "tau", SHARES]
+    headers += ["speed-up"] if results.equality else []
+    table = new_table(console, "prompts", "server", *(f">{header}" for header in headers))
+    for column in table.columns[:2]:
+        column.overflow = "fold"
     for level in results.levels:
         cells = [
             level.prompt_set,
@@ -91,19 +73,15 @@ def _table(results: Measured, lines: box.Box | None) -> Table:
             f"{level.temperature:g}",
             str(level.concurrency),
             f"{level.requests - level.failed}/{level.requests}" if level.failed else str(level.requests),
-            _number(level.tokens_per_second, 1),
+            number(level.tokens_per_second, 1),
             _spread(level.first_median, level.first_p95, 1),
             _spread(level.token_median, level.token_p95, 2),
-            _number(level.tau, 2),
-            " ".join(f"{100 * share:.0f}" for share in level.acceptance_by_position[:SHOWN_POSITIONS]) or "?",
-            _number(level.speedup, 2),
+            number(level.tau, 2),
+            percents(level.acceptance_by_position) or "?",
+            number(level.speedup, 2),
         ]
         table.add_row(*cells[: len(table.columns)])
     return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "?" if value is None else f"{value:.{digits}f}"
 
 
 def _spread(median: float | None, p95: float | None, digits: int) -> str:

@@ -1,1 +1,1 @@
-"""Prompt sets of papers on drafting, measured as in the papers and compared with their figures."""
+"""Prompt sets of papers on drafting, measured as in the papers."""

@@ -23,7 +23,7 @@ THINKING = '{"enable_thinking": false}'  # as in the paper; templates without th
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one method on one task at one temperature: a row of suite.csv.
+    """Figures of one method on one task at one temperature.
 
     Speed and tau are None if no response has more than its first token.
 

@@ -9,21 +9,19 @@ from typing import Any
 import numpy
 
 from blockdraft.errors import Complaints, UsageError, describe
-from blockdraft.evaluation.suite.paper import SHUFFLE_SEED, SUITES, Task, Turns
+from blockdraft.evaluation.suite.paper import PAPER, SHUFFLE_SEED, Task, Turns
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 Records = Iterable[Mapping[str, Any]]
 
 
-def chosen_tasks(suite: str, names: str | None) -> list[Task]:
-    """Return the tasks of a suite with these comma-separated names, or all of them.
+def chosen_tasks(names: str | None) -> list[Task]:
+    """Return the paper's tasks with these comma-separated names, or all of them.
 
     Raises:
         UsageError: A name is unknown.
     """
-    if suite not in SUITES:
-        raise UsageError(f"suite must be {' or '.join(SUITES)}, got {suite!r}.")
-    known = {task.name: task for task in SUITES[suite]}
+    known = {task.name: task for task in PAPER}
     wanted = list(known) if names is None else [name.strip() for name in names.split(",")]
     for name in wanted:
         if name not in known:
@@ -42,8 +40,6 @@ def read_tasks(tasks: Sequence[Task], folder: Path | None, limit: int | None) ->
     Raises:
         UsageError: Datasets cannot be read, or lack columns; the message lists all problems.
     """
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be at least 1, got {limit}.")
     if folder is not None and not folder.is_dir():
         raise UsageError(f"suite_data is {folder}, which is no folder; give the one that holds the datasets.")
     complaints, prompts = Complaints(), dict[str, list[Turns]]()
@@ -78,18 +74,14 @@ def _prompts(task: Task, folder: Path | None) -> Iterator[Turns]:
 
 
 def _turns(task: Task, record: Mapping[str, Any], source: str, number: int) -> Turns:
-    for column in task.columns:
-        names = (column,) if isinstance(column, str) else column
-        if not any(name in record for name in names):
-            missing, present = " or ".join(map(repr, names)), ", ".join(map(repr, record))
-            raise _problem(task, f"{source} has no column {missing}, and {present} instead")
     try:
         turns = task.turns(record)
+    except KeyError as error:
+        raise _problem(task, f"{source} has no column {error}, and {', '.join(map(repr, record))} instead") from error
     except TypeError:  # a column of another type
         turns = ()
     if not turns or not all(isinstance(text, str) and text.strip() for text in turns):
-        wrong = {name: record[name] for name in record if any(name in column for column in task.columns)}
-        raise _problem(task, f"record {number} of {source} asks nothing: {str(wrong)[:200]}")
+        raise _problem(task, f"record {number} of {source} asks nothing: {str(dict(record))[:200]}")
     return turns
 
 

@@ -1,17 +1,14 @@
-"""Results of a suite: files that grow task by task, so that a run can resume, and tables beside the paper's."""
+"""Results of a suite: files that grow task by task, so that a run can resume, and tables."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,10 +16,11 @@ from blockdraft.data.folder import check_writable, make_folder, read_manifest, w
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.suite.measure import Row
-from blockdraft.evaluation.suite.paper import FIGURES, SOURCE, Published, Task
+from blockdraft.evaluation.suite.paper import Task
+from blockdraft.evaluation.tables import new_table, percent
 
 FORMAT = 1
-JSON, CSV = "suite.json", "suite.csv"
+JSON = "suite.json"
 NOTES = (
     "Cells: speed-up over plain decoding/tau, tokens per target forward pass. Both are means over responses, and the "
     "last line is over tasks (of speed-ups the geometric mean), as in the paper. same: responses identical to those of "
@@ -38,13 +36,11 @@ class Results:
     Attributes:
         asked: Conditions that must be equal for all rows, such as the pair and the machine.
         about: Versions and backend of the run that measured the last task.
-        paper_model: Model of the paper whose figures are shown too, if any.
         rows: Figures by task, temperature and method, in the order of measurement.
     """
 
     asked: Mapping[str, Any]
     about: Mapping[str, Any]
-    paper_model: str | None
     rows: tuple[Row, ...] = ()
 
     def settled(self, task: str, temperature: float) -> bool:
@@ -60,20 +56,7 @@ class Results:
         return replace(self, rows=tuple(r for key in order for r in self.rows if (r.task, r.temperature) == key))
 
     def as_json(self) -> str:
-        paper: dict[str, Any] = {"source": SOURCE}
-        for temperature, methods in FIGURES.get(self.paper_model or "", {}).items():
-            paper[f"temperature {temperature:g}"] = {
-                method: {task: asdict(figures) for task, figures in by_task.items()}
-                for method, by_task in methods.items()
-            }
-        return json.dumps({"format": FORMAT, **asdict(self), "paper": paper}, indent=2) + "\n"
-
-    def as_csv(self) -> str:
-        text = io.StringIO()
-        table = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
-        table.writeheader()
-        table.writerows(map(asdict, self.rows))
-        return text.getvalue()
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
 
 def resumed(new: Results, folder: Path, overwrite: bool) -> Results:
@@ -102,42 +85,29 @@ def resumed(new: Results, folder: Path, overwrite: bool) -> Results:
 
 
 def write(folder: Path, results: Results) -> None:
-    """Write suite.json and suite.csv, each completely or not at all. Raises a UsageError if that is not possible."""
+    """Write suite.json completely or not at all. Raise a UsageError if that is not possible."""
     make_folder(folder)
     write_file(folder / JSON, results.as_json().encode())
-    write_file(folder / CSV, results.as_csv().encode())
 
 
 def show(console: Console, results: Results, tasks: Sequence[Task]) -> None:
     """Print a table of these tasks for each temperature."""
     for temperature in dict.fromkeys(row.temperature for row in results.rows):
         rows = {(row.task, row.method): row for row in results.rows if row.temperature == temperature}
-        published = FIGURES.get(results.paper_model or "", {}).get(temperature, {})
         shown = [task for task in tasks if (task.name, PLAIN) in rows]
-        table = _table(shown, rows, published)
-        table.title, table.box = f"Temperature {temperature:g}", box.SIMPLE if console.is_terminal else None
-        console.print(table)
-        console.print()
+        table = _table(console, shown, rows)
+        table.title = f"Temperature {temperature:g}"
+        console.print(table, "")
     about = results.about
     vocab = f", draft vocabulary {results.asked['draft_vocab']}" if "draft_vocab" in results.asked else ""
-    console.print(f"Ours: {about['running']}, {about['dtype']}, {about['machine']}{vocab}. {NOTES}")
-    if results.paper_model is None:
-        console.print(f"The paper has no figures for this target; --paper-model {'|'.join(FIGURES)} shows one's.")
-    else:
-        console.print(f"The paper's figures: {results.paper_model}, {SOURCE}.")
+    console.print(f"{about['running']}, {about['dtype']}, {about['machine']}{vocab}. {NOTES}")
 
 
-def _table(
-    tasks: Sequence[Task], rows: Mapping[tuple[str, str], Row], published: Mapping[str, Mapping[str, Published]]
-) -> Table:
+def _table(console: Console, tasks: Sequence[Task], rows: Mapping[tuple[str, str], Row]) -> Table:
     methods = [method for method in dict.fromkeys(method for _, method in rows) if method != PLAIN]
-    table = Table(pad_edge=False, title_justify="left")
-    table.add_column("set", no_wrap=True)
-    table.add_column("prompts", justify="right")
-    for method in methods:
-        table.add_column(method, justify="right", overflow="fold")
-    for header in ("same %", "loops %", *(f"paper:\n{method}" for method in published)):
-        table.add_column(header, justify="right")
+    headers = "prompts", *methods, "same %", "loops %"
+    table = new_table(console, "set", *(f">{header}" for header in headers))
+    table.columns[0].no_wrap = True
     columns = {method: {task.name: rows[task.name, method] for task in tasks} for method in methods}
     for task in tasks:
         shares = [row.identical for (name, _), row in rows.items() if name == task.name and row.identical is not None]
@@ -146,28 +116,18 @@ def _table(
             task.title,
             str(plain.prompts),
             *(_cell([column[task.name]]) for column in columns.values()),
-            _percent(min(shares)),
-            _percent(plain.repetitive),
-            *(_cell([by_task[task.name]] if task.name in by_task else []) for by_task in published.values()),
+            percent(min(shares)),
+            percent(plain.repetitive),
         )
-    compared = [task.name for task in tasks if all(task.name in by_task for by_task in published.values())]
-    if len(compared) > 1:
+    if len(tasks) > 1:
         table.add_section()
-        ours, theirs = (
-            [_cell([by_task[name] for name in compared]) for by_task in figures.values()]
-            for figures in (columns, published)
-        )
-        table.add_row("mean" if len(compared) == len(tasks) else "mean, paper's sets", "", *ours, "", "", *theirs)
+        table.add_row("mean", "", *(_cell([*column.values()]) for column in columns.values()))
     return table
 
 
-def _cell(figures: Sequence[Row | Published]) -> str:
+def _cell(figures: Sequence[Row]) -> str:
     """Return the mean speed-up and tau of one or several tasks."""
     known = [(row.speedup, row.tau) for row in figures if row.speedup is not None and row.tau is not None]
     if not known:
         return "-"
     return f"{geometric_mean([speedup for speedup, _ in known]):.2f}/{fmean(tau for _, tau in known):.2f}"
-
-
-def _percent(share: float) -> str:
-    return f"{int(1000 * share) / 10:g}"  # rounded down, so that 100 means all

@@ -20,10 +20,10 @@ from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, other_target_warning
 from blockdraft.tools.doctor.checks import Check, checker_of
-from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.types import Drafting, SamplingParams
 
 BATCH_SIZE = 4
+ANCHORS = 48  # evenly spaced in each response, at which each check drafts
 # A check is clearly better if its gain in right draft tokens exceeds all three:
 SURE = 4.0  # standard errors of the gain
 GAIN = 0.1  # of the right draft tokens of the first check
@@ -102,26 +102,27 @@ def examine(
     target: Target,
     drafter: str | Path,
     prompts: Sequence[str],
-    how: DoctorSettings,
+    max_new_tokens: int,
     progress: Progress = lambda stage, done, total: None,
 ) -> Diagnosis:
     """Examine a pair.
 
     Args:
         drafter: Folder or GGUF file of a drafter with a network.
+        max_new_tokens: Maximum length of a response in tokens.
 
     Raises:
         UsageError: The drafter has no checks, does not fit the target or cannot be read, or the responses are too
             short.
     """
     checker, trained_for = checker_of(drafter, target)
-    answers = decode(target, drafter, prompts, how.max_new_tokens)
+    answers = decode(target, drafter, prompts, max_new_tokens)
     count = sum(len(answer.steps) for answer in answers)
     if not count:
         raise UsageError("The responses hold no complete step; give other prompts, or raise --max-new-tokens.")
     longest = max(len(answer.tokens) for answer in answers)
     checks = list(checker.checks(longest))
-    texts = [(answer.tokens, answer.anchors(how.anchors)) for answer in answers]
+    texts = [(answer.tokens, answer.anchors(ANCHORS)) for answer in answers]
     runs = list[Tensor]()
     for number, check in enumerate(checks):
         progress(check.assumption, number, len(checks))

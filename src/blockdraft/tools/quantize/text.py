@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,18 +13,11 @@ from torch import Tensor
 from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.records import Record, read_records
 from blockdraft.data.settings import RecordSettings
-from blockdraft.engine import Engine
-from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.targets import TargetText, without_tokenizer
-from blockdraft.tools.fit.prompts import write_prompts
-from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.tools.quantize.settings import CalibrationSettings
-from blockdraft.types import SamplingParams
 
 MOST_RECORDS = 100_000  # read from the sources
-OWN_TOKENS = 64  # expected minimum of the mean tokens of a prompt and its response
-MOST_RESPONSE = 512  # tokens
 
 
 @dataclass(frozen=True)
@@ -61,39 +54,6 @@ def read_text(
             break
         ids += _encoded(record, encoder, target.tokenizer.chat_template is not None)
     return cut_text(ids, " and ".join(sources), target.max_context, settings)
-
-
-def own_text(
-    engine: Engine,
-    settings: CalibrationSettings,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> Text:
-    """Let the target write prompts like those it was trained on, and respond to them.
-
-    Args:
-        engine: Engine of the target with any drafter, which does not change the text.
-
-    Raises:
-        UsageError: The target has no tokenizer, or writes too little usable text.
-    """
-    wanted = settings.tokens + settings.held_out
-    count = max(engine.max_batch_size, wanted // OWN_TOKENS)
-    written = write_prompts(engine, PromptSettings(count=count, held_out=0, seed=settings.seed), progress)
-    prompts = [encode(record["prompt"], engine.target) for record in written.records]
-    ids: list[int] = []
-    for begin in range(0, len(prompts), engine.max_batch_size):
-        some = prompts[begin : begin + engine.max_batch_size]
-        progress("responses", min(len(ids), wanted), wanted)
-        params = [
-            SamplingParams(max_new_tokens=MOST_RESPONSE, temperature=1.0, seed=settings.seed + begin + i)
-            for i in range(len(some))
-        ]
-        for prompt, response in zip(some, engine.generate(some, params), strict=True):
-            ids += [*prompt, *response.checked().token_ids]
-        if len(ids) >= wanted:
-            break
-    progress("responses", wanted, wanted)
-    return cut_text(ids, "The text that the target wrote", engine.target.max_context, settings)
 
 
 def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettings) -> Text:
