@@ -43,7 +43,7 @@ class Experts:
     intermediate_size: int
     normed: bool  # shares of the chosen ones sum to one
     shared_size: int = 0  # inner size of a further expert, which all tokens use behind a gate; 0 is none
-    # Shares are sigmoids of the router's scores, and a bias of each expert counts in the choice. Else they are softmaxes.
+    # Shares are sigmoids of scores, and a bias of each expert counts in the choice; else they are softmaxes.
     sigmoid: bool = False
     scale: float = 1.0  # factor on the shares
 
