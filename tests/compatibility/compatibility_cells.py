@@ -64,12 +64,14 @@ FAMILY_NAMES = {
     "qwen3_5_text": "Qwen3.5, gated delta net",
     "qwen3_5_moe_text": "Qwen3.5-MoE, gated delta net",
     "olmo_hybrid": "OLMo hybrid, gated delta net",
+    "lfm2": "LFM2, short convolutions",
+    "lfm2_moe": "LFM2-MoE, short convolutions",
     "bamba": "Bamba, Mamba-2",
     "granitemoehybrid": "Granite 4 hybrid, Mamba-2",
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-NATIVE_ONLY = {"compiled for a CPU": {"qwen3_5_text"}, "jax": {"phi3", "qwen3_moe", "qwen3_5_text"}}
+NATIVE_ONLY = {"compiled for a CPU": {"qwen3_5_text"}, "jax": {"phi3", "qwen3_moe", "qwen3_5_text", "lfm2", "lfm2_moe"}}
 
 
 class Cell(NamedTuple):
@@ -148,9 +150,10 @@ of the same target.
 ## Recurrent layers
 
 Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut. So their requests do not share
-prefixes, and such a model cannot draft for another. Through transformers, `exact` ([exactness.md](exactness.md))
-refuses them, as well as latent attention and attention sinks. [architecture.md](architecture.md) explains how a tree
-keeps one state per path.
+prefixes, and such a model cannot draft for another. Short convolutions keep one only through transformers: the native
+decoder stores their inputs with the keys and values of each token. Through transformers, `exact`
+([exactness.md](exactness.md)) refuses recurrent layers, as well as latent attention and attention sinks.
+[architecture.md](architecture.md) explains how a tree keeps one state per path.
 
 ## Refused everywhere
 

@@ -57,6 +57,22 @@ DELTA_NET_KEYS = {
 }
 
 
+CONVOLUTIONS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+}
+CONVOLUTION_KEYS = {
+    "attention.head_count_kv": [0, 2, 0, 0],
+    "attention.key_length": None,
+    "attention.value_length": None,
+    "shortconv.l_cache": 3,
+}
+
+
 def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
     """What llama.cpp's converter writes for the rotary embeddings of Llama 3, with frequencies 1 to 4 in between."""
     waves = 2 * math.pi * theta ** (torch.arange(0, size, 2).double() / size)
@@ -171,6 +187,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
             "logits_scaling": 4.0,
         },
         {"embedding_scale": 3.0, "residual_scale": 0.25, "attention.scale": 0.5, "logit_scale": 4.0},
+        {},
+    ),
+    "lfm2": (CONVOLUTIONS, CONVOLUTION_KEYS, {}),
+    "lfm2_moe": (
+        CONVOLUTIONS | EXPERTS | {"num_dense_layers": 2},
+        CONVOLUTION_KEYS | EXPERT_KEYS | {"leading_dense_block_count": 2, "expert_gating_func": 2},
         {},
     ),
     "phi3": (

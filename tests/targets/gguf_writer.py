@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURES = {
     "mistral": "llama",
+    "lfm2_moe": "lfm2moe",
     "gemma3_text": "gemma3",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -114,9 +115,8 @@ def write_gguf(
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             data = data + 1
         kind = kinds if isinstance(kinds, str) else next((k for part, k in kinds.items() if part in theirs), "F32")
-        add_tensor(
-            writer, theirs, data, "F32" if data.ndim == 1 or "gate_inp" in theirs or "conv1d" in theirs else kind
-        )
+        exact = data.ndim == 1 or any(part in theirs for part in ("gate_inp", "conv1d", "shortconv.conv"))
+        add_tensor(writer, theirs, data, "F32" if exact else kind)
     for name, data in (extra or {}).items():
         add_tensor(writer, name, data, "F32")
     writer.write_header_to_file()
@@ -130,6 +130,7 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         if model.config.model_type == "qwen3_5_text":
             name, tensor = as_qwen35(model.config, name, tensor)
+        name = name.replace(".expert_bias", ".expert_bias.bias")
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)
             yield name.replace("gate_up_proj", "gate_proj.weight"), gate
@@ -214,4 +215,7 @@ def tiny(config: Any, seed: int = 0) -> PreTrainedModel:
                 weight += 0.2 * drawn
             else:
                 weight.copy_(config.initializer_range * drawn)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer += 0.2 * torch.from_numpy(random.standard_normal(buffer.shape, dtype=np.float32))
     return model.eval()

@@ -24,12 +24,12 @@ from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
 
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
-FAMILIES = [name for name in MODELS if "-" not in name]
+QUICK_FAMILIES = [name for name in MODELS if not name.startswith("lfm2") and "-" not in name]
 QUICK = ("gemma2", "bfloat16")  # windows, a soft-cap, and many near ties
 EVERY_MODEL = [  # of the wide ones every two of name, dtype and backend meet in `make test`
     *thinned(WIDE, ("bfloat16", "float32"), ("native", "hf"), keep=2, marks=LONG),
     *(
-        pytest.param(name, "bfloat16", backend, marks=() if name in FAMILIES and backend == "native" else LONG)
+        pytest.param(name, "bfloat16", backend, marks=() if name in QUICK_FAMILIES and backend == "native" else LONG)
         for name in MODELS
         if name not in WIDE
         for backend in ("native", "hf")
@@ -39,7 +39,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["native", pytest.param("hf", mark
 # Transformers computes experts on the rows that chose them, which kernels may tell apart, and knows no exact states.
 HF_INEXACT = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), "the numbers of a token depend on"),
-    "qwen3_5_text": "keeps more than keys and values",
+    **dict.fromkeys(("lfm2", "lfm2_moe", "qwen3_5_text"), "keeps more than keys and values"),
 }
 # With rows of a batch.
 DRAFTINGS = [

@@ -25,6 +25,8 @@ FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "granite": ("granite", MIXED, TWICE, {}),
     "phi3": ("phi3", "Q8_0", {}, {}),
     "smollm3": ("smollm3", MIXED, {}, {}),
+    "lfm2": ("lfm2", MIXED, {}, {}),
+    "lfm2_moe": ("lfm2_moe", MIXED, MANY, MANY_KEYS),
     "qwen2_moe": ("qwen2_moe", MIXED, MANY | SHARED, MANY_KEYS | SHARED_KEYS),
     "qwen2_moe-F16": ("qwen2_moe", "F16", MANY | SHARED, MANY_KEYS | SHARED_KEYS),
     "qwen3_moe": ("qwen3_moe", MIXED, MANY | TWICE, MANY_KEYS),

@@ -14,8 +14,9 @@ from blockdraft.errors import UsageError
 from blockdraft.targets import load_target
 
 TIMES = 50
-NAMES = ("qwen3", "granite", "phi3", "smollm3", "qwen2_moe", "qwen3_moe", "qwen3_5_text")
+NAMES = ("lfm2", "lfm2_moe", "qwen3", "granite", "phi3", "smollm3", "qwen2_moe", "qwen3_moe", "qwen3_5_text")
 KINDS = {"attn_q": "Q8_0", "ffn": "Q4_0", "token": "Q5_0", "output.": "IQ4_NL"}
+LAST_NORMS = (b"output_norm.weight", b"token_embd_norm.weight")  # last tensors of a header
 NUMBERS = (0, 1, 2, 3, 7, 31, 32, 33, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32 - 1)
 
 
@@ -29,7 +30,7 @@ def whole(name: str, folder: Path) -> bytes:
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
     """One of the ways in which files go wrong, in the header more often than behind it."""
-    copy, header = bytearray(content), content.index(b"output_norm.weight") + 64
+    copy, header = bytearray(content), max(map(content.find, LAST_NORMS)) + 64
     match chance.choice(("cut", "bytes", "number", "long", "swap", "zeros", "double")):
         case "cut":
             return content[: chance.randrange(len(content))]

@@ -19,7 +19,7 @@ from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.hf_states import OnePast
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
-QUICK = ("qwen3_5_text", "bamba")
+QUICK = ("qwen3_5_text", "bamba", "lfm2")
 EVERY_FAMILY = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RECURRENT]
 )

@@ -39,6 +39,7 @@ DELTA_NET = HYBRID | {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -82,6 +83,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA_NET,
     "qwen3_5_moe_text": SHARED | DELTA_NET,
     "olmo_hybrid": DELTA_NET,
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "granitemoehybrid": HYBRID
     | MAMBA

@@ -18,6 +18,7 @@ from blockdraft.formats.architectures import architecture_of, by_name, tensor_sh
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
+from blockdraft.formats.gguf.rope import paired
 from blockdraft.formats.stored import Stored
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_target_layers, need, whole
@@ -196,14 +197,24 @@ def read_checkpoint(
     Raises:
         UsageError: The folder is missing, incomplete or broken, or holds no drafter.
     """
-    config = read_config(path, vocabulary)
+    config, neox = read_config(path, vocabulary), read_raw(path).get("rope_is_neox_style")
     stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_tensors(path).items()}
     stored.pop("embed_tokens.weight", None)  # copies of the target's weights, and RoPE's angles
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     with blaming(Path(path)):
         tensors = architecture_of(config).adapted(config, tensors)
         check_tensors(tensor_shapes(config), tensors)
-    return config, tensors
+        need(neox in (None, True, False), "rope_is_neox_style", neox, "true or false")
+    return config, tensors if neox in (None, True) else _rotated_in_halves(config, tensors)
+
+
+def _rotated_in_halves(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a network that rotates neighbouring channels together, for one that rotates halves of heads."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads, "q_norm": 1, "k_norm": 1}
+    return {
+        name: tensor[paired(len(tensor), heads[part])] if (part := name.split(".")[-2]) in heads else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def write_checkpoint(

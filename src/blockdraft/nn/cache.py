@@ -139,14 +139,14 @@ class KVCache(SequenceState):
     attention gives slots outside of a sequence a weight of zero, and zero times NaN is NaN.
 
     A layer is allocated at its first write, when its shape is known. A network that knows the shape beforehand keeps
-    all layers in one tensor (`memory`).
+    all layers of a kind in one tensor (`memory`).
     """
 
     def __init__(self, batch: int, capacity: int) -> None:
         super().__init__(batch, capacity)
         self._slots = batch * capacity
         self._lengths: dict[int, int] = self.values
-        # Tensors `[..., heads, slots, D]` of each layer, or at 0 one of all layers.
+        # Tensors `[..., heads, slots, D]` of each layer, or one of all layers of a kind.
         self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def new_value(self) -> int:
@@ -232,7 +232,7 @@ class KVCache(SequenceState):
         """Return the slots of the next `count` nodes, relative to their sequence's first, `[B, count]` int64."""
         return send(torch.tensor(self.lengths), device)[:, None] + torch.arange(count, device=device)
 
-    def memory(self, layers: int, heads: int, head_dim: int, like: Tensor) -> Tensor:
+    def memory(self, layers: int, heads: int, head_dim: int, like: Tensor, kind: int = 0) -> Tensor:
         """Return all slots of all layers, `[layers, heads, slots, D]`, for a network that writes and reads them itself.
 
         The heads of keys and values are adjacent, so that one operation writes both, and `commit` moves the nodes of
@@ -241,10 +241,11 @@ class KVCache(SequenceState):
         Args:
             heads: Number of heads of keys and values together.
             like: A tensor of the memory's dtype and device.
+            kind: Number of the memory, of a network whose layers have memories of several shapes.
         """
-        if 0 not in self._layers:
-            self._layers[0] = (_zeros((layers, heads, self._slots, head_dim), like),)
-        return self._layers[0][0]
+        if kind not in self._layers:
+            self._layers[kind] = (_zeros((layers, heads, self._slots, head_dim), like),)
+        return self._layers[kind][0]
 
     def check_room(self, count: int) -> int:
         """Assert that each sequence has slots for `count` more nodes, and return the slots of the longest with them."""

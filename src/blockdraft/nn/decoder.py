@@ -2,7 +2,7 @@
 
 `DecoderConfig` holds the differences between families; tensors have the names of their checkpoints. The experts of a
 layer are one tensor, which is read, named and stored like any other matrix. Some layers of hybrid models have a gated
-delta net instead of attention.
+delta net or a short convolution instead of attention.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from blockdraft.nn.attention import ExactAttention
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.decoder_layer import DecoderLayer, Norm, Read, ReadFused, joining, plain
-from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
+from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm, Read, ReadFused, joining, plain
+from blockdraft.nn.delta_net import GatedDeltaNet
 from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.short_convolution import ShortConvolution
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -62,7 +63,7 @@ class Decoder(nn.Module):
         fused = fused or joining(read)
         self.embedding = PackedLinear(fused(["model.embed_tokens.weight"]))
         self.layers = nn.ModuleList(DecoderLayer(config, layer, read, fused) for layer in range(len(config.layers)))
-        self.norm = Norm(config, [plain(read("model.norm.weight"))])
+        self.norm = Norm(config, [plain(read(config.last_norm))])
         self.head = self.embedding if config.tied_head else PackedLinear(fused(["lm_head.weight"]))
         for module in self.modules():
             if isinstance(module, PackedLinear):
@@ -85,8 +86,9 @@ class Decoder(nn.Module):
         """Bytes of the weights."""
         norms = (module for module in self.modules() if isinstance(module, Norm))
         products = (module for module in self.modules() if isinstance(module, PackedLinear))
-        nets = (module for module in self.modules() if isinstance(module, GatedDeltaNet))
-        others = sum(norm.weight.nbytes for norm in norms) + sum(net.nbytes for net in nets)
+        nets = (module for module in self.modules() if isinstance(module, GatedDeltaNet | ShortConvolution))
+        others = sum(norm.weight.nbytes for norm in norms) + sum(part.nbytes for net in nets for part in net.buffers())
+        others += sum(part.nbytes for layer in self.layers for part in cast(DecoderLayer, layer).others.values())
         return sum(product.nbytes for product in products) + others
 
     @property
@@ -108,7 +110,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         slots: Tensor,
         masks: Sequence[Tensor | ExactAttention | None],
-        stores: Sequence[Tensor | DeltaRecurrence],
+        stores: Sequence[Memory],
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +125,8 @@ class Decoder(nn.Module):
             slots: KV slots of the nodes, `[B, N]` int64, or `[N]` if all sequences have the same.
             masks: Mask for each of `config.windows`, `[B or 1, 1, groups * N, T]` as in `attend_grouped`; or the
                 `ExactAttention` of a piece. Then B is 1, and stores hold the slots of all sequences.
-            stores: Memory of each layer, `[B, 2 * num_kv_heads, T, D]`, keys before values; or its recurrence.
+            stores: Memory of each layer: `[B, 2 * num_kv_heads, T, D]`, keys before values, or that of its recurrence
+                or convolution.
             target_layers: Target layers whose hidden states are returned; the number of layers is the input of the
                 head.
             logits_at: `[B]` int64, the one node of each sequence whose logits are returned; `[0]` returns none.
@@ -174,10 +177,8 @@ class Decoder(nn.Module):
                         tensors = zip(names, whole.split(sizes), strict=True)
                         yield from ((name, tensor) for name, tensor in tensors if part in name)
             others = {name: layer.given[role] for role, name in self.config.norms(number).items()}
-            if layer.delta_net is not None:
-                others |= zip(self.config.delta_tensors(number), layer.delta_net.given.values(), strict=True)
-            yield from ((name, tensor) for name, tensor in others.items() if part in name)
-        if part in "model.norm.weight":
-            yield "model.norm.weight", self.norm.given[0]
+            yield from ((name, tensor) for name, tensor in (others | layer.others).items() if part in name)
+        if part in self.config.last_norm:
+            yield self.config.last_norm, self.norm.given[0]
         if not self.config.tied_head and part in "lm_head.weight":
             yield "lm_head.weight", self.head.weight

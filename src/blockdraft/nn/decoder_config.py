@@ -27,6 +27,11 @@ class LayerKind:
     window: int | None = None  # sliding window in tokens; None is full attention
     routed: bool = False  # the decoder's `experts` are its MLP
     recurrent: bool = False  # the decoder's `delta_net` replaces attention; rope and window are unused
+    convolved: bool = False  # a short convolution replaces attention; rope and window are unused
+
+    @property
+    def attends(self) -> bool:
+        return not (self.recurrent or self.convolved)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ class Experts:
     intermediate_size: int
     normed: bool  # shares of the chosen ones sum to one
     shared_size: int = 0  # inner size of a further expert, which all tokens use behind a gate; 0 is none
+    # Shares are sigmoids of scores, and a bias of each expert counts in the choice; else they are softmaxes.
+    sigmoid: bool = False
+    scale: float = 1.0  # factor on the shares
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,10 @@ class DecoderConfig:
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # MLP of `routed` layers
     delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
+    conv_kernel: int = 0  # tokens that the short convolutions of `convolved` layers read, the token itself included
     gated: bool = False  # attention's output has an elementwise gate, which is projected together with the query
     fused_names: bool = False  # the checkpoint has one matrix for q, k and v, and one for gate and up
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of Llama's tensor names, and what the checkpoint has for them
 
     @property
     def decode_only(self) -> str | None:
@@ -124,12 +134,18 @@ class DecoderConfig:
 
         A decoder with such a part is not captured as a CUDA graph either.
         """
-        return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
+        parts = {"routed experts": self.experts, "recurrent layers": self.delta_net}
+        return next((name for name, part in (parts | {"short convolutions": self.conv_kernel}).items() if part), None)
 
     @cached_property
     def attention_layers(self) -> int:
         """Number of layers with keys and values."""
-        return sum(not kind.recurrent for kind in self.layers)
+        return sum(kind.attends for kind in self.layers)
+
+    @cached_property
+    def convolved_layers(self) -> int:
+        """Number of layers with a short convolution."""
+        return sum(kind.convolved for kind in self.layers)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -145,6 +161,17 @@ class DecoderConfig:
         """Number of channels of a head that are rotated, which come first."""
         return 2 * len(self.layers[0].rope.inverse_frequencies)
 
+    def spelled(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor that has this name in Llama's."""
+        for ours, theirs in self.renamed:
+            name = name.replace(ours, theirs)
+        return name
+
+    @property
+    def last_norm(self) -> str:
+        """Name of the norm before the head."""
+        return self.spelled("model.norm.weight")
+
     def projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
         """Return the matrices that are fused into each projection of a layer.
 
@@ -159,6 +186,8 @@ class DecoderConfig:
         delta_net = self.delta_net_of(layer)
         if delta_net is not None:
             place, output, inputs = "linear_attn", "out_proj", delta_net.inputs
+        if self.layers[layer].convolved:  # two gates, of the convolution's input and output, and its input
+            place, output, inputs = "conv", "out_proj", {"in_proj": 3 * self.hidden_size}
         fused = {
             "qkv": tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in inputs.items()),
             "output": ((f"{prefix}{place}.{output}", self.hidden_size),),
@@ -177,7 +206,10 @@ class DecoderConfig:
             fused["shared_gate_up"] = tuple((name, experts.shared_size) for name in names)
             fused["shared_down"] = ((f"{shared}.down_proj", self.hidden_size),)
             fused["shared_gate"] = ((f"{shared}_gate", 1),)
-        return fused
+        return {
+            projection: tuple((self.spelled(name), outputs) for name, outputs in parts)
+            for projection, parts in fused.items()
+        }
 
     def experts_of(self, layer: int) -> Experts | None:
         return self.experts if self.layers[layer].routed else None
@@ -197,7 +229,7 @@ class DecoderConfig:
         return [*([table] for table in tables), *([f"{name}.weight" for name, _ in parts] for parts in fused)]
 
     def has_bias(self, layer: int, projection: str) -> bool:
-        attends = not self.layers[layer].recurrent
+        attends = self.layers[layer].attends
         known = {"qkv": self.qkv_bias and attends, "output": self.output_bias and attends}
         return known.get(projection, self.mlp_bias and not self.layers[layer].routed)
 
@@ -214,15 +246,24 @@ class DecoderConfig:
                 "before_mlp": "pre_feedforward_layernorm",
                 "after_mlp": "post_feedforward_layernorm",
             }
-        if self.qk_norm and not self.layers[layer].recurrent:
+        if self.qk_norm and self.layers[layer].attends:
             names |= {"query": "self_attn.q_norm", "key": "self_attn.k_norm"}
-        return {role: f"{prefix}{name}.weight" for role, name in names.items()}
+        return {role: self.spelled(f"{prefix}{name}.weight") for role, name in names.items()}
 
-    def delta_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of a delta net's tensors without its projections; empty for layers without one."""
-        delta_net = self.delta_net_of(layer)
-        shapes = {} if delta_net is None else delta_net.tensors
-        return {f"model.layers.{layer}.linear_attn.{name}": shape for name, shape in shapes.items()}
+    def other_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of a layer's tensors that are neither norms nor parts of projections.
+
+        Those of a delta net come in the order of `DeltaNet.tensors`.
+        """
+        delta_net, experts, prefix = self.delta_net_of(layer), self.experts_of(layer), f"model.layers.{layer}."
+        shapes: dict[str, tuple[int, ...]] = {}
+        if delta_net is not None:
+            shapes |= {f"{prefix}linear_attn.{name}": shape for name, shape in delta_net.tensors.items()}
+        if self.layers[layer].convolved:
+            shapes[f"{prefix}conv.conv.weight"] = (self.hidden_size, 1, self.conv_kernel)
+        if experts is not None and experts.sigmoid:
+            shapes[self.spelled(f"{prefix}mlp.expert_bias")] = (experts.count,)
+        return shapes
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of all tensors of a checkpoint."""
@@ -233,6 +274,8 @@ class DecoderConfig:
         for layer in range(len(self.layers)):
             delta_net = self.delta_net_of(layer)
             attended = self.num_heads * self.head_dim if delta_net is None else delta_net.values
+            if self.layers[layer].convolved:
+                attended = self.hidden_size
             for projection, parts in self.projections(layer).items():
                 inner = {"down": self.inner_size(layer), "shared_down": self.experts.shared_size if self.experts else 0}
                 inputs = {"output": attended, **inner}.get(projection, self.hidden_size)
@@ -242,6 +285,6 @@ class DecoderConfig:
                         shapes[f"{name}.bias"] = (outputs,)
             for role, name in self.norms(layer).items():
                 shapes[name] = (self.head_dim if role in ("query", "key") else self.hidden_size,)
-            shapes |= self.delta_tensors(layer)
-        shapes["model.norm.weight"] = (self.hidden_size,)
+            shapes |= self.other_tensors(layer)
+        shapes[self.last_norm] = (self.hidden_size,)
         return shapes

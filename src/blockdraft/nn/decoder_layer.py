@@ -15,6 +15,7 @@ from blockdraft.nn.decoder_config import DecoderConfig, Experts
 from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
 from blockdraft.nn.packed import PackedLinear, PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight, concatenate_weights
+from blockdraft.nn.short_convolution import ConvolutionMemory, ShortConvolution
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -26,6 +27,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
 # Reads the weights of one product by their names, concatenated along the output dimension.
 ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | PackedWeight]
+# Memory of a layer: keys and values, the recurrence of a delta net, or the inputs of a short convolution.
+Memory: TypeAlias = Tensor | DeltaRecurrence | ConvolutionMemory
+LEAST_SHARES = 1e-6  # added to sums of sigmoid shares to avoid division by zero
 
 
 class Norm(nn.Module):
@@ -85,6 +89,7 @@ class DecoderLayer(nn.Module):
 
     Attributes:
         given: Weights of the norms in the checkpoint, by role.
+        others: Tensors of `DecoderConfig.other_tensors`, by name.
     """
 
     qkv: PackedLinear
@@ -122,11 +127,14 @@ class DecoderLayer(nn.Module):
         if "query" in given:
             heads = (config.num_heads, config.num_kv_heads)
             self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
+        self.others = others = {name: plain(read(name)) for name in config.other_tensors(number)}
         self.delta_net: GatedDeltaNet | None = None
         recurrent = config.delta_net_of(number)
         if recurrent is not None:
-            names = zip(recurrent.tensors, config.delta_tensors(number), strict=True)
-            self.delta_net = GatedDeltaNet(recurrent, {own: plain(read(name)) for own, name in names}, config.norm_eps)
+            tensors = dict(zip(recurrent.tensors, others.values(), strict=False))
+            self.delta_net = GatedDeltaNet(recurrent, tensors, config.norm_eps)
+        self.convolution = ShortConvolution(next(iter(others.values()))) if own.convolved else None
+        self.expert_bias = [*others.values()][-1] if self.experts is not None and self.experts.sigmoid else None
 
     def forward(
         self,
@@ -134,15 +142,16 @@ class DecoderLayer(nn.Module):
         angles: Sequence[tuple[Tensor, Tensor]],
         slots: Tensor,
         masks: Sequence[Tensor | ExactAttention | None],
-        memory: Tensor | DeltaRecurrence,
+        memory: Memory,
     ) -> Tensor:
         """Return the output `[B * N, H]` for the input x `[B * N, H]`; other arguments as in `Decoder.forward`."""
         before = self.before_attention(x)
         if isinstance(memory, Tensor):
             added: Tensor = self.attention(before, *angles[self.rope], slots, masks[self.mask], memory)
         else:
-            assert self.delta_net is not None
-            added = self.output(self.delta_net(self.qkv(before), memory))
+            mixer = self.convolution if isinstance(memory, ConvolutionMemory) else self.delta_net
+            assert mixer is not None
+            added = self.output(mixer(self.qkv(before), memory))
         scale = self.config.residual_scale
         x = torch.add(x, self.after_attention(added) if self.post_norms else added, alpha=scale)
         added = self.mlp(self.before_mlp(x))
@@ -193,11 +202,17 @@ class DecoderLayer(nn.Module):
 
     def routed_mlp(self, x: Tensor, experts: Experts) -> Tensor:
         """Return the weighted outputs `[R, H]` of the experts that the router chooses for each of R nodes."""
-        probs = self.router(x).softmax(dim=-1, dtype=torch.float32)  # [R, experts]
-        shares, chosen = probs.topk(experts.chosen, dim=-1)
+        scores = self.router(x).float()  # [R, experts]
+        if self.expert_bias is None:
+            shares, chosen = scores.softmax(dim=-1).topk(experts.chosen, dim=-1)
+        else:
+            probs = scores.sigmoid()
+            chosen = (probs + self.expert_bias).topk(experts.chosen, dim=-1).indices
+            shares = probs.gather(1, chosen)
         if experts.normed:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        shares = torch.zeros_like(probs).scatter_(1, chosen, shares).to(x.dtype)
+            least = LEAST_SHARES if experts.sigmoid else 0.0
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + least)
+        shares = torch.zeros_like(scores).scatter_(1, chosen, shares * experts.scale).to(x.dtype)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             share = shares[:, expert, None]

@@ -72,11 +72,6 @@ class GatedDeltaNet(nn.Module):
         self.weight: Tensor
         self.register_buffer("weight", tensors["norm.weight"].to(self.wide))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(tensor.nbytes for tensor in (*self.given.values(), *self.buffers()))
-
     def empty(self, batch: int) -> RecurrentState:
         """Return the state before any token, for `batch` sequences."""
         config, like = self.config, self.given["conv1d.weight"]

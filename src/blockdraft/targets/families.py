@@ -57,6 +57,8 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
     if getattr(config, "use_bidirectional_attention", None):
         raise NotCovered("its attention is bidirectional")
     layers, differences = family.layers(config), family.differences(config)
+    if not any(kind.attends for kind in layers):
+        raise NotCovered("none of its layers has attention")
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     activation: str = differences.pop("activation", None) or config.hidden_act
@@ -67,12 +69,12 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=differences.pop("intermediate_size", None) or config.intermediate_size,
         num_heads=heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         layers=layers,
-        norm_eps=config.rms_norm_eps,
+        norm_eps=differences.pop("norm_eps", None) or config.rms_norm_eps,
         activation=activation,
         query_scale=differences.pop("query_scale", None) or head_dim**-0.5,
         tied_head=config.tie_word_embeddings,
@@ -145,6 +147,14 @@ def recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
         full_attention=lambda: LayerKind(own),
         linear_attention=lambda: LayerKind(own, recurrent=True),
     )
+
+
+def convolved_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of LFM2: full attention, or a short convolution. Behind some layers all have routed experts."""
+    own = rope(config)
+    layers = _by_type(config, full_attention=lambda: LayerKind(own), conv=lambda: LayerKind(own, convolved=True))
+    dense = getattr(config, "num_dense_layers", len(layers))
+    return tuple(replace(kind, routed=number >= dense) for number, kind in enumerate(layers))
 
 
 def _by_type(config: AnyConfig, **kinds: Callable[[], LayerKind]) -> tuple[LayerKind, ...]:
@@ -271,11 +281,54 @@ def _qwen3_5(config: AnyConfig) -> dict[str, Any]:
     return _qwen3(config) | {"norm_plus_one": True, "gated": True, "delta_net": net}
 
 
+LFM2_NAMES = (
+    ("model.norm.", "model.embedding_norm."),
+    ("input_layernorm", "operator_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("self_attn.o_proj", "self_attn.out_proj"),
+    ("q_norm", "q_layernorm"),
+    ("k_norm", "k_layernorm"),
+    (".mlp.", ".feed_forward."),
+    ("gate_proj", "w1"),
+    ("up_proj", "w3"),
+    ("down_proj", "w2"),
+)
+
+
+def _lfm2(config: AnyConfig) -> dict[str, Any]:
+    """Add short convolutions."""
+    if config.conv_bias or config.conv_L_cache < 1:
+        raise NotCovered("its short convolutions have biases, or read no token")
+    inner = int(config.intermediate_size)
+    if getattr(config, "block_auto_adjust_ff_dim", False):  # as transformers computes it
+        inner, unit = int(2 * inner / 3), config.block_multiple_of
+        if config.block_ffn_dim_multiplier is not None:
+            inner = int(config.block_ffn_dim_multiplier * inner)
+            inner = -(-inner // unit) * unit
+    return {
+        "activation": "silu",
+        "conv_kernel": config.conv_L_cache,
+        "intermediate_size": inner,
+        "norm_eps": config.norm_eps,
+        "qk_norm": True,
+        "renamed": LFM2_NAMES,
+    }
+
+
+def _lfm2_moe(config: AnyConfig) -> dict[str, Any]:
+    if not config.use_expert_bias:
+        raise NotCovered("its experts have no biases")
+    experts = replace(_experts(config), sigmoid=True, scale=float(config.routed_scaling_factor))
+    return _lfm2(config) | {"experts": experts}
+
+
 FAMILIES = {
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
     "gemma3_text": Family(mixed_layers, _gemma3),
     "granite": Family(equal_layers, _granite),
+    "lfm2": Family(convolved_layers, _lfm2),
+    "lfm2_moe": Family(convolved_layers, _lfm2_moe),
     "llama": Family(equal_layers, _llama),
     "mistral": Family(windowed_layers, _mistral),
     "phi3": Family(windowed_layers, _phi3, rotates_all=False),

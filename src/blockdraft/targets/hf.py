@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,9 +252,11 @@ class HFTarget(CheckpointTarget):
         return _outputs({target_layer: self._can_capture[target_layer] for target_layer in target_layers})
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        for name, weight in self.model.named_parameters():
-            if self._config.model_type in ("qwen2_moe", "qwen3_moe") and ".mlp.experts." in name:
-                yield from _experts_alone(name, weight)
+        biases = ((name, bias) for name, bias in self.model.named_buffers() if name.endswith(".expert_bias"))
+        for name, weight in chain(self.model.named_parameters(), biases):
+            family = self._config.model_type
+            if family in ("qwen2_moe", "qwen3_moe", "lfm2_moe") and ".experts." in name:
+                yield from _experts_alone(name, weight, EXPERT_PARTS.get(family, {}))
             else:
                 yield name, weight
 
@@ -267,13 +270,16 @@ class HFTarget(CheckpointTarget):
         return logits if factor == 1 else logits * factor
 
 
-def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]]:
+EXPERT_PARTS = {"lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}  # names in checkpoints
+
+
+def _experts_alone(name: str, weight_EOI: Tensor, spelled: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a layer's experts one by one, as in checkpoints; transformers stacks them."""
     place, _, kind = name.rpartition(".")
     parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
     for expert, weight in enumerate(weight_EOI):
         for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
-            yield f"{place}.{expert}.{part}.weight", own
+            yield f"{place}.{expert}.{spelled.get(part, part)}.weight", own
 
 
 # Which models can be targets.

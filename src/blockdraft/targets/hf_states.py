@@ -1,4 +1,4 @@
-"""Recurrent layers of transformers' models (Mamba-2, gated delta nets) over a `RecurrentCache`.
+"""Recurrent layers of transformers' models (Mamba-2, gated delta nets, short convolutions) over a `RecurrentCache`.
 
 A forward pass runs them from the states after the committed tokens, over a whole chain or over each path of a tree, and
 stores their inputs. `commit` runs only these layers once more, over the accepted nodes.
@@ -24,6 +24,8 @@ RECURRENT_FAMILIES = (
     "bamba",
     "falcon_h1",
     "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_moe_text",
@@ -52,8 +54,9 @@ class OnePast:
 
     @property
     def state(self) -> RecurrentState:
-        assert self._convolution is not None and self._recurrence is not None
-        return RecurrentState(self._convolution, self._recurrence)
+        assert self._convolution is not None
+        none = self._convolution[..., :0]  # short convolutions have no other state
+        return RecurrentState(self._convolution, none if self._recurrence is None else self._recurrence)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._convolution

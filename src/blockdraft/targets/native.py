@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,9 +25,10 @@ from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.nn.cache import KVCache, RecurrentCache, bucket, join_states, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.decoder_layer import DecoderLayer
+from blockdraft.nn.decoder_layer import DecoderLayer, Memory
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.short_convolution import ConvolutionMemory, ConvolutionWindow
 from blockdraft.plugins import runner_class
 from blockdraft.targets.base import LoadOptions, TargetOutput, set_max_context
 from blockdraft.targets.checkpoint import CheckpointTarget
@@ -215,6 +216,7 @@ class NativeTarget(CheckpointTarget):
             library = self.compiled.library
             slot = library.slot_size(config.head_dim) * library.store_dtype.itemsize
         a_token = 2 * config.attention_layers * config.num_kv_heads * slot
+        a_token += config.convolved_layers * config.hidden_size * self._inputs_dtype.itemsize
         return batch * (capacity * a_token + _state_bytes(config, self.dtype))
 
     def weight_bytes(self) -> int:
@@ -230,6 +232,7 @@ class NativeTarget(CheckpointTarget):
         config, scored = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
         attention_widths = (5 if config.gated else 3) * config.num_heads * config.head_dim
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + attention_widths
+        widths += 16 * config.hidden_size if config.convolved_layers else 0  # sums of convolutions are float32
         recurrent = _recurrent_bytes(config, self.dtype, batch, nodes)
         if self.exact:
             attention = attention_bytes(config.num_heads, config.num_kv_heads, config.head_dim, slots)
@@ -286,15 +289,23 @@ class NativeTarget(CheckpointTarget):
         if self.compiled is not None:
             size, like = self.compiled.library.slot_size(size), torch.empty(0, dtype=self.compiled.library.store_dtype)
         memory = cache.memory(config.attention_layers, 2 * config.num_kv_heads, size, like)
+        inputs = None  # of short convolutions
+        if config.convolved_layers:
+            inputs_like = like.new_empty(0, dtype=self._inputs_dtype)
+            inputs = cache.memory(config.convolved_layers, 1, config.hidden_size, inputs_like, kind=1)
         with self.lock:
             if self.compiled is not None:
-                return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at))
+                return TargetOutput(
+                    *self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at, inputs)
+                )
+            window = None if inputs is None else self._convolution_window(parents, cache)
             recurrent: dict[int, DeltaRecurrence] = {}
             if isinstance(cache, RecurrentCache):
                 recurrent = _recurrences(self.decoder, cache, parents, self.exact)
                 cache.leave(lambda row, nodes: [recurrence.after(row, nodes) for recurrence in recurrent.values()])
             if self.exact:
-                run = partial(self._run_piece, memory, recurrent, target_layers)
+                windows_of_pieces = None if window is None else _pieces(window, tokens.numel())
+                run = partial(self._run_piece, memory, recurrent, inputs, windows_of_pieces, target_layers)
                 windows = self.decoder.config.windows
                 return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
             if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
@@ -310,7 +321,7 @@ class NativeTarget(CheckpointTarget):
                         return TargetOutput(*outputs)
             store, is_memory = cache.view(memory, count)
             positions, slots, masks = self._layout(parents, cache.lengths)
-            stores = self._memories(store, recurrent)
+            stores = self._memories(store, recurrent, inputs, window)
             output = TargetOutput(*self.decoder(tokens, positions, slots, masks, stores, target_layers, logits_at))
             if not is_memory:
                 cache.put(memory, store, count)
@@ -320,6 +331,8 @@ class NativeTarget(CheckpointTarget):
         self,
         memory: Tensor,
         recurrent: Mapping[int, DeltaRecurrence],
+        inputs: Tensor | None,
+        convolution_windows: Iterator[ConvolutionWindow] | None,
         target_layers: Sequence[int],
         tokens: Tensor,
         positions: Tensor,
@@ -328,16 +341,39 @@ class NativeTarget(CheckpointTarget):
     ) -> tuple[Tensor, Tensor | None]:
         masks = [attention[window] for window in self.decoder.config.windows]
         none = None if has_logits else tokens.new_empty(0)
-        stores = self._memories(memory.unsqueeze(1), recurrent)
+        window = None if convolution_windows is None else next(convolution_windows)
+        stores = self._memories(memory.unsqueeze(1), recurrent, inputs, window)
         outputs: tuple[Tensor, Tensor | None] = self.decoder(
             tokens, positions, positions, masks, stores, target_layers, none
         )
         return outputs
 
-    def _memories(self, store: Tensor, recurrent: Mapping[int, DeltaRecurrence]) -> Sequence[Tensor | DeltaRecurrence]:
-        """Return the memory of each layer: its part of the store, or its recurrence."""
+    def _memories(
+        self,
+        store: Tensor,
+        recurrent: Mapping[int, DeltaRecurrence],
+        inputs: Tensor | None,
+        window: ConvolutionWindow | None,
+    ) -> Sequence[Memory]:
+        """Return the memory of each layer: its part of the store, its recurrence, or the inputs of its convolution."""
         stores = iter(store.unbind(0))
-        return [recurrent[layer] if layer in recurrent else next(stores) for layer in range(self.num_layers)]
+        if inputs is None or window is None:
+            return [recurrent[layer] if layer in recurrent else next(stores) for layer in range(self.num_layers)]
+        own_inputs = iter(inputs[:, 0].unbind(0))
+        return [
+            ConvolutionMemory(next(own_inputs), window) if kind.convolved else next(stores)
+            for kind in self.decoder.config.layers
+        ]
+
+    @property
+    def _inputs_dtype(self) -> torch.dtype:
+        """Dtype in which the cache keeps inputs of short convolutions."""
+        return self.dtype if self.compiled is None else torch.float32
+
+    def _convolution_window(self, parents: Tensor, cache: KVCache) -> ConvolutionWindow:
+        starts, lengths = (torch.tensor(values)[:, None] for values in (cache.starts, cache.lengths))
+        window = ConvolutionWindow.of(parents, starts, lengths, self.decoder.config.conv_kernel)
+        return window.to(self.device)
 
     def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Return positions, KV slots and masks of the nodes for `Decoder.forward`."""
@@ -383,7 +419,13 @@ class NativeTarget(CheckpointTarget):
         return self.decoder.logits(hidden)
 
 
-# Recurrent layers.
+# Recurrent and convolved layers.
+
+
+def _pieces(window: ConvolutionWindow, nodes: int) -> Iterator[ConvolutionWindow]:
+    """Yield the windows of the pieces of `forward_in_pieces`."""
+    for first in range(0, nodes, EXACT_NODES):
+        yield window.piece(first, EXACT_NODES)
 
 
 def _recurrences(decoder: Decoder, cache: RecurrentCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:

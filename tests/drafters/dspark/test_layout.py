@@ -111,6 +111,26 @@ def test_round_trip(tmp_path: Path, config: DSparkConfig) -> None:
     assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
+def test_liquids_files_rotate_neighbouring_channels(tmp_path: Path) -> None:
+    tensors = tensors_of()
+    rotated = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"}
+    theirs = {
+        name: tensor.view(-1, 2, 4, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        if any(part in name for part in rotated)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    raw = {**SHAPE, **HEADS, "architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False}
+    raw["dflash_config"] = {"mask_token_id": 19, "target_layer_ids": [1, 3], "num_target_layers": 6}
+    save_file(theirs, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config, read = read_checkpoint(tmp_path)
+    assert config == CONFIG and all(torch.equal(read[name], tensors[name]) for name in tensors)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_is_neox_style": "yes"}))
+    with pytest.raises(ValueError, match="rope_is_neox_style must be true or false, got 'yes'"):
+        read_checkpoint(tmp_path)
+
+
 def test_what_is_written_is_nested() -> None:
     raw = config_dict(CONFIG)
     assert raw["architectures"] == ["DSparkDraftModel"] and raw["block_size"] == 7

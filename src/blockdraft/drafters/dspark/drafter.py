@@ -183,7 +183,7 @@ def load(path: Path, target: Target) -> DFlashDrafter:
 
 DRAFTER = DrafterSpec(
     load,
-    architectures=("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator"),
+    architectures=("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel", "DSparkSpeculator"),
     network=DSparkNetwork,
     layouts=("zlab", "speculators"),
     drafter=DSparkDrafter,

@@ -64,7 +64,7 @@ def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
 
 ARCHITECTURES = (
     Architecture(
-        ("DSparkDraftModel", "Qwen3DSparkModel"),
+        ("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel"),
         DSparkConfig,
         dspark_shapes,
         ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),

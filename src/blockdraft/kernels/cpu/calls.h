@@ -24,7 +24,8 @@ STRUCT(Linear)
 STRUCT(Convolution)
 
 /* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only.
-   With a router (experts.h) gate_up and down hold all experts, one behind the other. */
+   With a router (experts.h) gate_up and down hold all experts, one behind the other; expert_bias is [experts], with
+   `sigmoid`. taps: null, or [kernel, hidden] of a short convolution in the place of attention (shortconv.h). */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -34,7 +35,7 @@ STRUCT(Convolution)
     FIELD(S, i64, window) FIELD(S, i64, whole_block)                                                      \
     FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)                                 \
     FIELD(S, Linear, router) FIELD(S, Linear, shared_gate_up) FIELD(S, Linear, shared_down)               \
-    FIELD(S, Linear, shared_gate)
+    FIELD(S, Linear, shared_gate) FIELD(S, const float *, expert_bias) FIELD(S, const float *, taps)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
@@ -42,7 +43,8 @@ STRUCT(Layer)
    layer reads the pairs, and its output is added to the hidden state, or with normed_stream to the normed one. rotated:
    number of first channels of a head that are rotated; 0 is all. experts, chosen: number of routed experts, and of those
    that a row chooses. expert_inner, shared_inner: inner size of each, and of the one that all rows use, or 0. normed:
-   whether the shares of those that are chosen sum to one. */
+   whether the shares of those that are chosen sum to one. sigmoid: whether shares are sigmoids of scores, and not
+   softmaxes. share_scale: factor on shares. kernel: tokens that short convolutions read. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -52,7 +54,7 @@ STRUCT(Layer)
     FIELD(S, Linear, joined) FIELD(S, const float *, token_norm) FIELD(S, const float *, hidden_state_norm)    \
     FIELD(S, i64, pairs) FIELD(S, i64, normed_stream) FIELD(S, i64, rotated)                              \
     FIELD(S, i64, experts) FIELD(S, i64, chosen) FIELD(S, i64, expert_inner) FIELD(S, i64, shared_inner)  \
-    FIELD(S, i64, normed)
+    FIELD(S, i64, normed) FIELD(S, i64, sigmoid) FIELD(S, float, share_scale) FIELD(S, i64, kernel)
 STRUCT(Model)
 
 /* embedded: embeddings in the place of tokens, or null. reach: number of last committed tokens that nodes attend to. pool:
@@ -60,7 +62,8 @@ STRUCT(Model)
    then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot of each row. best: index of the largest
    of the logits as `best_of` returns it, or null. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots:
    number of first committed tokens that no node attends to. done: nodes of each row that earlier calls have written behind
-   the committed tokens. `parents`, [batch, done + nodes], includes them. */
+   the committed tokens. `parents`, [batch, done + nodes], includes them. inputs: inputs of short convolutions, [layers with
+   one, slots, hidden]. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
     FIELD(S, const i64 *, target_layers) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded) \
@@ -69,7 +72,8 @@ STRUCT(Model)
     FIELD(S, i64, slots) FIELD(S, i64, room) FIELD(S, void *, store)                                      \
     FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                  \
     FIELD(S, float *, hidden_states) FIELD(S, float *, logits) FIELD(S, float *, workspace)               \
-    FIELD(S, i64 *, best) FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)
+    FIELD(S, i64 *, best) FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)  \
+    FIELD(S, float *, inputs)
 STRUCT(Call)
 
 /* Chains of draft tokens. kept: tokens of the head's outputs. tokens: [batch, draft_tokens + 1], the first of which is given.
@@ -134,6 +138,7 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
     REFUSE(m->rotated < 0 || m->rotated > m->head_dim || m->rotated % 2, SIZES);
     REFUSE(STORE == INT8 && m->head_dim > MOST_HEAD, SIZES);
     REFUSE(m->experts < 0 || m->experts > MOST || m->chosen < 0 || m->chosen > MOST_CHOSEN, SIZES);
+    REFUSE(m->kernel < 0 || m->kernel > MOST, SIZES);
     REFUSE(m->expert_inner < 0 || m->expert_inner > MOST || m->shared_inner < 0 || m->shared_inner > MOST, SIZES);
     REFUSE(batch < 0 || nodes < 0 || slots < 0 || batch > MOST || slots > MOST, COUNTS);
     REFUSE(nodes > MOST / (batch ? batch : 1), COUNTS);
@@ -184,6 +189,7 @@ static i64 check_mlp(const Model *m, const Layer *layer) {
     REFUSE(E < 1 || E > MOST || m->expert_inner < 1 || m->expert_inner > MOST / E || H > MOST / E, SIZES);
     REFUSE(m->chosen < 1 || m->chosen > E || m->chosen > MOST_CHOSEN || shared < 0 || shared > MOST, SIZES);
     REFUSE(2 * m->expert_inner % LANES || H % LANES || layer->after_mlp || layer->mlp_conv.taps, SIZES);
+    REFUSE(m->sigmoid && !layer->expert_bias, POINTER);
     i64 wrong = check_linear(&layer->router, H, E);
     if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * E * m->expert_inner);
     if (!wrong) wrong = check_linear(&layer->down, m->expert_inner, E * H);
@@ -201,8 +207,10 @@ static i64 check_layers(const Model *m) {
     for (i64 index = 0; index < m->num_layers; index++) {
         const Layer *layer = m->layers + index;
         REFUSE(reads_pairs(m, index) && layer->attention_conv.taps, SIZES);
-        i64 wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, mixed + 2 * m->kv_heads * m->head_dim);
-        if (!wrong) wrong = check_linear(&layer->output, mixed, H);
+        REFUSE(layer->taps && (m->kernel < 1 || reads_pairs(m, index) || layer->attention_conv.taps), SIZES);
+        const i64 outputs = layer->taps ? 3 * H : mixed + 2 * m->kv_heads * m->head_dim;
+        i64 wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, outputs);
+        if (!wrong) wrong = check_linear(&layer->output, layer->taps ? H : mixed, H);
         if (!wrong) wrong = check_mlp(m, layer);
         if (!wrong) wrong = check_convolution(&layer->attention_conv, H);
         if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
@@ -231,6 +239,7 @@ static i64 check_nodes(const Model *m, const Call *call) {
     const i64 rows = call->batch * call->nodes, all = call->done + call->nodes;
     REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
     REFUSE(rows && m->pairs && !call->beside, POINTER);
+    for (i64 index = 0; rows && index < m->num_layers; index++) REFUSE(m->layers[index].taps && !call->inputs, POINTER);
     REFUSE(call->num_target_layer_ids < 0, TARGET_LAYERS);
     REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
     REFUSE(call->num_target_layer_ids && rows && (!call->target_layers || !call->hidden_states), POINTER);

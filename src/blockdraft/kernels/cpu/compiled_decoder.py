@@ -180,9 +180,13 @@ class CompiledDecoder(CompiledLayers):
             for name in NORMS:
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
-            if config.qk_norm:  # one weight per head, equal for all queries and for all keys
+            if layer.convolution is not None:
+                own.taps = self._pointer(layer.convolution.taps)
+            elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
+            if layer.expert_bias is not None:
+                own.expert_bias = self._pointer(layer.expert_bias)
             own.window = config.layers[layer.number].window or 0
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
         self.lends_head = config.logit_scale == 1
@@ -190,11 +194,12 @@ class CompiledDecoder(CompiledLayers):
         # with the head's input times `logit_scale`.
         residual = config.residual_scale
         self._unscale = residual, 1 / config.logit_scale
-        routing: dict[str, int] = {}
+        routing: dict[str, float] = {}
         if config.experts is not None:
             experts = config.experts
             routing = {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
             routing |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
+            routing |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,
@@ -213,6 +218,7 @@ class CompiledDecoder(CompiledLayers):
             attention_scale=config.query_scale,
             attention_cap=config.attention_softcap or 0.0,
             logit_cap=config.final_softcap or 0.0,
+            kernel=config.conv_kernel,
             **routing,
         )
 
@@ -224,14 +230,16 @@ class CompiledDecoder(CompiledLayers):
         memory: Tensor,
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Score N nodes per sequence, and write their keys and values behind each sequence's committed tokens.
 
         Args:
             tokens, parents: `[B, N]` int64, as in `Proposal`.
             cache: Cache of the B sequences.
-            memory: The cache's memory, `[layers, 2 * num_kv_heads, slots, D]`, keys before values.
+            memory: The cache's memory, `[layers with attention, 2 * num_kv_heads, slots, D]`, keys before values.
             target_layers, logits_at: As in `Decoder.forward`.
+            inputs: Inputs of short convolutions, `[layers with one, 1, slots, H]` float32, if there are any.
 
         Returns:
             Logits `[B, N, V]` or `[B, 1, V]`, and hidden states `[B, N, m * H]` or None, both float32; and the argmax
@@ -242,9 +250,12 @@ class CompiledDecoder(CompiledLayers):
         end = cache.check_room(count)
         assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
         layers, heads, slots, size = memory.shape
-        expected = len(config.layers), 2 * config.num_kv_heads, self.library.slot_size(config.head_dim)
+        expected = config.attention_layers, 2 * config.num_kv_heads, self.library.slot_size(config.head_dim)
         assert (layers, heads, size) == expected, memory.shape
         assert memory.is_contiguous() and memory.dtype == self.library.store_dtype, (memory.stride(), memory.dtype)
+        if inputs is not None:
+            assert inputs.shape == (config.convolved_layers, 1, slots, config.hidden_size), inputs.shape
+            assert inputs.is_contiguous() and inputs.dtype == torch.float32, (inputs.stride(), inputs.dtype)
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
         assert logits_at is None or bool(((logits_at >= 0) & (logits_at < count)).all()), (logits_at, count)
         scored = count if wanted is None else 1
@@ -272,6 +283,7 @@ class CompiledDecoder(CompiledLayers):
             hidden_states=None if hidden_states is None else hidden_states.data_ptr(),
             logits=logits.data_ptr(),
             best=best.data_ptr(),
+            inputs=None if inputs is None else inputs.data_ptr(),
         )
         self._run(call, end, tokens)
         if hidden_states is not None and self._unscale != (1, 1):

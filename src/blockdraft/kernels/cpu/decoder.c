@@ -396,6 +396,7 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
 }
 
 #include "experts.h"
+#include "shortconv.h"
 
 /* Return the inner size of the largest MLP that all rows use. */
 static i64 widest_inner(const Model *m) { return m->inner > m->shared_inner ? m->inner : m->shared_inner; }
@@ -413,7 +414,7 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.x = p.depths + 2 * (done + rows);
     p.h = p.x + rows * m->hidden;
     p.qkv = p.h + rows * m->hidden;
-    p.wide = p.qkv + rows * width;
+    p.wide = p.qkv + rows * (m->kernel && 3 * m->hidden > width ? 3 * m->hidden : width);
     i64 most = 0; /* corrections of a node */
     for (i64 index = 0; index < m->num_layers; index++) {
         const i64 first = corrections_of(&m->layers[index].attention_conv);
@@ -421,7 +422,8 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
         if (first > most) most = first;
         if (second > most) most = second;
     }
-    p.pairs = p.wide + rows * (2 * widest_inner(m) > mix_width ? 2 * widest_inner(m) : mix_width);
+    const i64 mixed = m->kernel && m->hidden > mix_width ? m->hidden : mix_width;
+    p.pairs = p.wide + rows * (2 * widest_inner(m) > mixed ? 2 * widest_inner(m) : mixed);
     p.turned = p.pairs + (m->pairs ? 2 * rows * m->hidden : 0);
     p.corrections = p.turned + (most ? rows * m->hidden : 0);
     p.own = p.corrections + rows * most;
@@ -494,6 +496,7 @@ static void run_layers(Thread *t, const void *argument) {
         round_inputs(t, &m->joined, pairs, 2 * H, rows, in);
         project(t, &m->joined, pairs, 2 * H, in, rows, x, H, 0);
     }
+    i64 attends = 0, convolves = 0; /* layers so far */
     for (i64 index = 0; index < m->num_layers; index++) {
         const Layer *layer = m->layers + index;
         const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
@@ -501,18 +504,25 @@ static void run_layers(Thread *t, const void *argument) {
         if (reads_pairs(m, index)) round_inputs(t, &layer->qkv, pairs, layer->qkv.inputs, rows, in);
         else
             read = input_of(t, &layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
-        if (index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits) { /* only keys and values */
+        const int unused = index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits;
+        if (unused && !layer->taps) { /* only keys and values */
             const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
             project(t, &part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
-            place(t, m, layer, call, index, depths, qkv, 0, 0);
+            place(t, m, layer, call, attends, depths, qkv, 0, 0);
             return;
         }
-        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, qkv, width, 0);
-        place(t, m, layer, call, index, depths, qkv, m->heads, strange);
-        attention(t, m, layer, call, index, strange, depths, qkv, wide, w + at.own, at.own_size);
-        round_inputs(t, &layer->output, wide, mix_width, rows, in);
+        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, qkv, layer->qkv.outputs, 0);
+        if (layer->taps) {
+            short_convolution(t, m, layer, call, convolves++, qkv, wide);
+            if (unused) return;
+        } else {
+            place(t, m, layer, call, attends, depths, qkv, m->heads, strange);
+            attention(t, m, layer, call, attends++, strange, depths, qkv, wide, w + at.own, at.own_size);
+        }
+        const i64 mixed = layer->output.inputs;
+        round_inputs(t, &layer->output, wide, mixed, rows, in);
         int added = !layer->after_attention && !of_attention->taps;
-        project(t, &layer->output, wide, mix_width, in, rows, added ? x : h, H, added);
+        project(t, &layer->output, wide, mixed, in, rows, added ? x : h, H, added);
         add_output(t, m, call, of_attention, layer->after_attention, corrections, h, x);
         if (layer->router.weight) {
             routed_mlp(t, m, layer, routed_at(m, w + at.routed, rows), rows, in, x, h, wide);

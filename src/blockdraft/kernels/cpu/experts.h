@@ -68,6 +68,28 @@ static void choose_experts(const Model *m, float *scores, i64 *chosen, float *sh
     for (i64 k = 0; m->normed && k < m->chosen; k++) shares[k] /= total;
 }
 
+/* Choose the experts of one row by the sigmoids of their scores, which are written over them, plus a bias. The shares are
+   the sigmoids. Of equal ones the first is chosen. */
+static void choose_by_sigmoid(const Model *m, const float *bias, float *scores, i64 *chosen, float *shares) {
+    const i64 E = m->experts;
+    float total = 1e-6f; /* to avoid division by zero */
+    i64 e = 0;
+    for (; e + LANES <= E; e += LANES) *(vec *)(scores + e) = sigmoid(*(const vec *)(scores + e));
+    for (; e < E; e++) scores[e] = sigmoid(splat(scores[e]))[0];
+    int finite = 1;
+    for (e = 0; e < E; e++) finite &= scores[e] >= 0 && scores[e] + bias[e] == scores[e] + bias[e];
+    for (i64 k = 0; k < m->chosen; k++) {
+        i64 best = finite ? -1 : k;
+        for (e = 0; finite && e < E; e++)
+            if (scores[e] >= 0 && (best < 0 || scores[e] + bias[e] > scores[best] + bias[best])) best = e;
+        chosen[k] = best;
+        shares[k] = finite ? scores[best] : NAN;
+        total += shares[k];
+        if (finite) scores[best] = -1;
+    }
+    for (i64 k = 0; k < m->chosen; k++) shares[k] = (m->normed ? shares[k] / total : shares[k]) * m->share_scale;
+}
+
 /* Order the assignments by expert. */
 static void group_rows(const Model *m, i64 rows, Routed r) {
     const i64 all = rows * m->chosen;
@@ -138,8 +160,11 @@ static void routed_mlp(Thread *t, const Model *m, const Layer *layer, Routed r, 
     norm_and_round(t, &layer->router, x, layer->before_mlp, m->eps, rows, h, in);
     project(t, &layer->router, h, H, in, rows, r.scores, m->experts, 0);
     PIECES(t, rows, 1, first, last)
-        for (i64 row = first; row < last; row++)
-            choose_experts(m, r.scores + row * m->experts, r.chosen + row * K, r.shares + row * K);
+        for (i64 row = first; row < last; row++) {
+            float *scores = r.scores + row * m->experts, *shares = r.shares + row * K;
+            if (m->sigmoid) choose_by_sigmoid(m, layer->expert_bias, scores, r.chosen + row * K, shares);
+            else choose_experts(m, scores, r.chosen + row * K, shares);
+        }
     PIECES(t, 1, 1, first, last) if (first < last) group_rows(m, rows, r);
     round_slots(t, &layer->gate_up, r, h, r.inputs, H);
     project_experts(t, &layer->gate_up, 2 * inner, r, r.inputs, H, r.wide);

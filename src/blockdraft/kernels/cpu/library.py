@@ -70,6 +70,7 @@ class LayerFields(Fields):
         ("attention_conv", ConvolutionFields),
         ("mlp_conv", ConvolutionFields),
         *((name, LinearFields) for name in ROUTED),
+        *((name, c_void_p) for name in ("expert_bias", "taps")),
     ]
 
 
@@ -87,7 +88,9 @@ class ModelFields(Fields):
         ("joined", LinearFields),
         *((name, c_void_p) for name in ("token_norm", "hidden_state_norm")),
         *((name, c_int64) for name in ("pairs", "normed_stream", "rotated")),
-        *((name, c_int64) for name in ("experts", "chosen", "expert_inner", "shared_inner", "normed")),
+        *((name, c_int64) for name in ("experts", "chosen", "expert_inner", "shared_inner", "normed", "sigmoid")),
+        ("share_scale", c_float),
+        ("kernel", c_int64),
     ]
 
 
@@ -109,6 +112,7 @@ class CallFields(Fields):
         *((name, c_int64) for name in ("layer_stride", "head_stride")),
         *((name, c_void_p) for name in ("starts", "hidden_states", "logits", "workspace", "best", "beside")),
         *((name, c_int64) for name in ("hidden_slots", "done")),
+        ("inputs", c_void_p),
     ]
 
 

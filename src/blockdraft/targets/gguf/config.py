@@ -31,6 +31,8 @@ FAMILIES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "granite": "granite",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
     "phi3": "phi3",
     "smollm3": "smollm3",
 }
@@ -45,6 +47,8 @@ CAUSAL_LMS = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
@@ -59,9 +63,10 @@ GRANITE_SCALES = {
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
 PARTLY_ROTATED = ("phi3", "qwen35")  # architectures that may rotate a part of each head
-MIXTURES = ("qwen2moe", "qwen3moe")
-EXPERTS = "blk.0.ffn_gate_exps.weight"
-SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
+MIXTURES = ("lfm2moe", "qwen2moe", "qwen3moe")
+CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
+KV_HEADS = "attention.head_count_kv"
+SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 Get = Callable[..., Any]  # takes a key without the architecture, and an optional default
@@ -88,6 +93,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
             raise NotCovered(f"it lacks {name}.{key}")
         value = metadata.get(f"{name}.{key}", *default)
         if isinstance(value, list) and key not in BY_LAYER:
+            if key == KV_HEADS and name in CONVOLVED:
+                value = [heads for heads in value if heads]
             if len(set(value)) != 1:
                 raise NotCovered(f"{name}.{key} differs from layer to layer")
             value = value[0]
@@ -111,7 +118,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         "intermediate_size": get("feed_forward_length", *([0] if name in MIXTURES else [])),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": get(KV_HEADS, heads),
         "head_dim": head_dim,
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": get("context_length"),
@@ -132,6 +139,10 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         fields["attention_multiplier"] = get("attention.scale", 0.0) or head_dim**-0.5
     elif name == "qwen35":
         fields |= delta_net_fields(get, fields)
+    elif name in CONVOLVED:
+        if window:
+            raise NotCovered("it has a sliding window")
+        fields |= convolution_fields(get, fields, metadata[f"{name}.{KV_HEADS}"])
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     if name in MIXTURES:
@@ -227,17 +238,40 @@ def delta_net_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def convolution_fields(get: Get, fields: Mapping[str, Any], kv_heads: int | list[int]) -> dict[str, Any]:
+    """Return the specific fields of LFM2, whose layers without key/value heads are short convolutions."""
+    layers = fields["num_hidden_layers"]
+    by_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * layers
+    if len(by_layer) != layers:
+        raise NotCovered(f"it has key/value heads for {len(by_layer)} of {layers} layers")
+    kernel, hidden = get("shortconv.l_cache"), fields["hidden_size"]
+    if not 0 < kernel <= hidden:
+        raise NotCovered(f"its short convolutions read {kernel} tokens")
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in by_layer],
+        "conv_L_cache": kernel,
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": fields["rms_norm_eps"],
+    }
+
+
 def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen's mixtures of experts, all of whose layers have experts."""
-    count, chosen = get("expert_count"), get("expert_used_count")
-    if EXPERTS not in file.tensors:
-        raise NotCovered(f"it lacks {EXPERTS}")
-    shape = file.tensors[EXPERTS].shape
+    """Return the fields of mixtures of experts. In LFM2 the first layers have none, in Qwen all have."""
+    count, chosen, sigmoid = get("expert_count"), get("expert_used_count"), name == "lfm2moe"
+    dense = get("leading_dense_block_count", 0) if sigmoid else 0
+    first = f"blk.{dense}.ffn_gate_exps.weight"
+    if first not in file.tensors:
+        raise NotCovered(f"it lacks {first}")
+    shape = file.tensors[first].shape
     if count != shape[0] or 0 in shape:  # checked before anything is allocated for each expert
-        raise NotCovered(f"it has {count} experts, and {EXPERTS} is of the shape {list(shape)}")
+        raise NotCovered(f"it has {count} experts, and {first} is of the shape {list(shape)}")
     if not 0 < chosen <= count:
         raise NotCovered(f"each token uses {chosen} of its {count} experts")
-    if get("expert_weights_scale", 0.0) not in (0.0, 1.0) or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX):
+    scale = get("expert_weights_scale", 0.0) or 1.0
+    if sigmoid and get("expert_gating_func", SIGMOID) != SIGMOID:
+        raise NotCovered("its router does not choose by sigmoids")
+    if not sigmoid and (scale != 1 or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX)):
         raise NotCovered("its router does not choose by a softmax")
     inner = get("expert_feed_forward_length", 0) or fields["intermediate_size"] // chosen
     routing = {
@@ -249,6 +283,9 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
         "mlp_only_layers": [],
         "intermediate_size": fields["intermediate_size"] or inner,
     }
+    if sigmoid:
+        routing |= {"num_dense_layers": dense, "routed_scaling_factor": scale, "norm_topk_prob": True}
+        routing |= {"use_expert_bias": True}
     if name == "qwen2moe":
         shared = get("expert_shared_feed_forward_length", 0) or routing["intermediate_size"]
         routing["shared_expert_intermediate_size"] = shared

@@ -23,6 +23,8 @@ from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 
 LOGARITHM = ".linear_attn.A_log"
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures that rotate neighbouring channels together
+# Parts of our names, and what the converter has for them.
+SHOWN = ((".dt_bias", ".dt_proj.bias"), (".expert_bias", ".expert_bias.bias"))
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
 # For users who have only the file.
 REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
@@ -147,10 +149,14 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
     """Return the names of a decoder's tensors in GGUF files of this architecture, by our names."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(kinds[architecture], len(config.layers))
-    shown = {
-        name: EXPERT.sub(".experts.", name).replace(".dt_bias", ".dt_proj.bias") for name in config.tensor_shapes()
-    }
-    return {name: known.get_name(other, (".weight", ".bias")) or name for name, other in shown.items()}
+    names = {}
+    for name in config.tensor_shapes():
+        shown = EXPERT.sub(".experts.", name)
+        for ours, theirs in SHOWN:
+            shown = shown.replace(ours, theirs)
+        found = (known.get_name(key, (".weight", ".bias")) for key in (shown, shown.removeprefix("model.")))
+        names[name] = next((theirs for theirs in found if theirs is not None), name)
+    return names
 
 
 def gguf_tensors(

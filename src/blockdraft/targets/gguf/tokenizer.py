@@ -100,7 +100,7 @@ SPLITS = {
     "deepseek-r1-qwen": Split(QWEN2),
     "qwen35": Split(QWEN35, composed=True),
     "tekken": Split(TEKKEN, whole=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split(LLAMA3, whole=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), Split(LLAMA3, whole=True)),
     "refact": Split(digits=True),
     "dbrx": Split(LLAMA3),
     "smaug-bpe": Split(LLAMA3, whole=True),
@@ -161,7 +161,7 @@ class _Kept:
 
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
-WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+WITH_BOS = {"lfm2", "llama-bpe", "llama3", "llama-v3", "tekken"}
 
 
 def special_token(metadata: Mapping[str, Any], key: str) -> str | None:
