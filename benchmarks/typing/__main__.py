@@ -1,12 +1,13 @@
 """Time completions of a line while somebody types, beside llama.cpp's server on the same file.
 
     python -m benchmarks.peers.environments llama_server
-    python -m benchmarks.typing MODEL.gguf --files FILES.jsonl [--sessions 4] [--out build/typing]
+    python -m benchmarks.typing MODEL.gguf [--files FILES.jsonl] [--sessions 4] [--out build/typing]
 
 A session types the beginning of a line of code, a key every 150 ms. Each key sends the request of llama.vim and drops
 the one before. After every second key the typist waits for the completion of the line; its time is measured. Sessions
 run interleaved on both servers, alone and beside a chat about another file; without llama-server, ours runs alone.
-FILES.jsonl holds a file in each line, as {"text": ...}. Results go to runs.csv, typing.md and typing.png.
+FILES.jsonl holds a file in each line, as {"text": ...}; by default this repository's files are used. Results go to
+runs.csv, typing.md and typing.png.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.harness.command import CORES, ROOT, Parser, in_words, tell
 from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.records import Records
 from benchmarks.harness.report import picture, table, write_files
+from benchmarks.harness.sources import source_texts
 from benchmarks.peers import environments
 from benchmarks.server.client import Exchange, exchange, parse
 from benchmarks.server.servers import HOST, Server, llama, ours
@@ -103,9 +105,9 @@ class Run:
     early: int
 
 
-def sessions_of(files: Path, count: int) -> list[Session]:
+def sessions_of(files: Path | None, count: int) -> list[Session]:
     """Return sessions of files that are long enough, the same in each run."""
-    texts = [json.loads(line)["text"] for line in files.read_text(encoding="utf-8").splitlines()]
+    texts = source_texts(files)
     texts = [text for text in texts if len(text) > 3 * (BEFORE + BEHIND)]
     choose, sessions = random.Random(0), list[Session]()
     while len(sessions) < count:
@@ -211,11 +213,11 @@ def report(runs: Sequence[Run], out: Path) -> None:
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m benchmarks.typing", out=ROOT / "build" / "typing", threads=CORES)
     parser.add_argument("model", type=Path, help="GGUF file of a model that fills in the middle")
-    parser.add_argument("--files", type=Path, required=True, help="JSON lines of source files")
+    parser.add_argument("--files", type=Path, help="JSON lines of source files; by default those of this repository")
     parser.add_argument("--sessions", type=int, default=4, help="lines that are typed (4)")
     given = parser.parse(words)
     for path in (given.model, given.files):
-        if not path.is_file():
+        if path is not None and not path.is_file():
             parser.error(f"{path} is not a file.")
     if given.sessions < 1:
         parser.error(f"--sessions is {given.sessions}; it must be at least 1.")

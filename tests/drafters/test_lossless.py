@@ -177,6 +177,7 @@ def test_stored_prefixes_change_neither_tokens_nor_drafts(
         drafting = Drafting(min(4, drafter.block_size))
         with Engine(target, drafter, drafting=drafting, stored_prefix_tokens=stored_prefix_tokens) as engine:
             results.append(engine.submit(prompt, LONG, instruction_tokens=100).result(60))
+            engine.submit(prompt, LONG, instruction_tokens=100).result(60)  # stores what came twice
     assert [result.stats.remembered for result in results] == [0, 0, 100]
     assert results[0].token_ids == results[1].token_ids == results[2].token_ids
     assert results[0].stats.committed == results[2].stats.committed

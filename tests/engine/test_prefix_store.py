@@ -46,11 +46,15 @@ def target(tiny_target_dir: Path) -> Target:
 
 
 def ask(target: Target, drafter: Drafter, prompt: list[int] = PROMPT, stored: int = 64, known: int = 120) -> Request:
-    """Answer a prompt with a new engine, as after a restart."""
+    """Answer a prompt twice with a new engine, as after a restart, and return the first request.
+
+    The second one stores the instructions.
+    """
     with Engine(target, drafter, drafting=Drafting(min(4, drafter.block_size)), stored_prefix_tokens=stored) as engine:
-        request = engine.submit(prompt, PARAMS, instruction_tokens=known)
-        request.result(60)
-    return request
+        requests = [engine.submit(prompt, PARAMS, instruction_tokens=known) for _ in range(2)]
+        for request in requests:
+            request.result(60)
+    return requests[0]
 
 
 def files(folder: Path) -> list[Path]:
@@ -91,6 +95,34 @@ def test_only_long_new_instructions_are_stored(target: Target, folder: Path) -> 
     assert files(folder) == [stored]
     ask(target, drafter, [*INSTRUCTIONS, *INSTRUCTIONS[:80]], known=200)  # in place of the one that it begins with
     assert len(files(folder)) == 1 and files(folder) != [stored]
+
+
+def answer_all(target: Target, prompts: list[list[int]], known: int = 120) -> list[int]:
+    """Answer prompts one after another with one engine, and return how many tokens each found in memory or on disk."""
+    with Engine(target, load_drafter("none", target=target), prefix_tokens=0, stored_prefix_tokens=64) as engine:
+        requests = []
+        for prompt in prompts:
+            requests.append(engine.submit(prompt, PARAMS, instruction_tokens=known))
+            requests[-1].result(60)
+    return [request.stats.remembered for request in requests]
+
+
+def test_instructions_are_stored_when_they_come_again(target: Target, folder: Path) -> None:
+    answer_all(target, [PROMPT, [5, 6, 7]])
+    assert files(folder) == []
+    answer_all(target, [PROMPT, [*INSTRUCTIONS, 8, 8]])
+    assert len(files(folder)) == 1 and answer_all(target, [PROMPT]) == [120]
+
+
+def test_instructions_that_begin_with_a_changing_value_write_no_files(target: Target, folder: Path) -> None:
+    answer_all(target, [[time, *INSTRUCTIONS[1:]] for time in range(4, 30)])
+    assert files(folder) == []
+
+
+def test_of_instructions_that_end_with_a_changing_value_the_part_before_is_stored(target: Target, folder: Path) -> None:
+    prompts = [[*INSTRUCTIONS[:100], time, *INSTRUCTIONS[101:], 9] for time in range(4, 9)]
+    answer_all(target, prompts)
+    assert len(files(folder)) == 1 and answer_all(target, prompts[:1]) == [100]
 
 
 def test_the_least_recently_used_are_deleted(target: Target, folder: Path) -> None:
@@ -186,14 +218,16 @@ def test_a_file_of_other_options_under_the_same_name_is_not_used(
 
 def test_a_request_that_failed_is_not_stored(target: Target, folder: Path) -> None:
     class Drafter(NoDrafter):
-        calls = 0
+        broken = False
 
         def observe(self, *args: object) -> None:
-            self.calls += 1
-            if self.calls == 16:  # the end of the prompt
+            if self.broken:
                 raise ValueError("broken")
 
-    with Engine(target, Drafter(), prefill_tokens=8, stored_prefix_tokens=64) as engine:
+    drafter = Drafter()
+    with Engine(target, drafter, stored_prefix_tokens=64) as engine:
+        engine.submit(PROMPT, PARAMS, instruction_tokens=120).result(60)
+        drafter.broken = True
         request = engine.submit(PROMPT, PARAMS, instruction_tokens=120)
         assert request.result(60).finish_reason == "error"
     assert request.num_prefilled == len(PROMPT) and files(folder) == []
@@ -208,7 +242,8 @@ def test_prompts_with_log_probabilities_are_scored(target: Target) -> None:
 
 
 def test_a_prompt_that_is_read_in_part_is_not_stored(target: Target, folder: Path) -> None:
-    with Engine(target, prefill_tokens=8, stored_prefix_tokens=64) as engine:
+    with Engine(target, prefill_tokens=8, prefix_tokens=0, stored_prefix_tokens=64) as engine:
+        engine.submit(PROMPT, PARAMS, instruction_tokens=120).result(60)
         request = engine.request(PROMPT, PARAMS)
         request.instruction_tokens = 120
         engine.scheduler.add([request])
@@ -243,7 +278,7 @@ def test_two_engines_at_once_store_one_file(target: Target, folder: Path, caplog
     drafter = load_drafter("none", target=target)
     with caplog.at_level(logging.WARNING):
         engines = [Engine(target, drafter, stored_prefix_tokens=64) for _ in range(4)]
-        requests = [engine.submit(PROMPT, PARAMS, instruction_tokens=120) for engine in engines]
+        requests = [engine.submit(PROMPT, PARAMS, instruction_tokens=120) for engine in 2 * engines]
         for request in requests:
             request.result(60)
         for engine in engines:
@@ -321,11 +356,15 @@ def test_short_requests_run_while_a_prefix_is_read(target: Target, monkeypatch: 
 
 
 FORKED = """
-import os, sys
+import os, sys, time
 from blockdraft import Engine, SamplingParams, load_target
+from blockdraft.machine import cache_folder
 prompt, params = [(7 * i * i + 3) % 60 + 4 for i in range(124)], SamplingParams(9, ignore_eos=True)
 engine = Engine(load_target(sys.argv[1]), stored_prefix_tokens=64)
-engine.submit(prompt, params, instruction_tokens=120).result()  # stored by a thread that the child lacks
+for _ in range(2):
+    engine.submit(prompt, params, instruction_tokens=120).result()
+while not any(cache_folder().glob("prefixes/*.prefix")):  # written by a thread that the child lacks
+    time.sleep(0.01)
 child = os.fork()
 print(engine.submit(prompt, params).result().stats.remembered, flush=True)
 if not child:

@@ -140,17 +140,20 @@ class KVSlots:
         self._free.give(sequence.start, sequence.capacity)
 
     def _store_instructions(self, sequence: RunningSequence) -> None:
-        """Store the instructions in a sequence's prompt on disk, unless they are short or stored already."""
+        """Store the instructions in a sequence's prompt on disk, as far as they came before and are not stored."""
         request, store = sequence.request, self._prefix_store
         tokens = request.prompt[: request.instruction_tokens]
-        if store is None or request.failure is not None or sequence.prefilled < len(tokens) or not store.wants(tokens):
+        if store is None or request.failure is not None or sequence.prefilled < len(tokens):
+            return
+        length = store.length_to_store(tokens)
+        if not length:
             return
         try:
-            tensors = self._runner.export(sequence.start, len(tokens))
+            tensors = self._runner.export(sequence.start, length)
         except Exception as error:  # such as too little memory
             log.warning("The prefix of a prompt cannot be stored: %s", describe(error))
         else:
-            store.write(tokens, tensors)
+            store.write(tokens[:length], tensors)
 
     def _keep(self, sequence: RunningSequence) -> bool:
         """Keep a sequence for requests with the same prefix, if possible."""

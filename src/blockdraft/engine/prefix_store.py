@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +32,7 @@ from blockdraft.targets import Target, target_fingerprint
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # version of these files; raise it when the meaning of the tensors changes
+REMEMBERED = 16  # instructions that came once, which are compared with later ones
 STORED_TOKENS = 1024  # usual `min_tokens`: as long as these take to prefill, a user notices
 TOKENS = "tokens"  # name of the tensor of token ids
 SUFFIX, PARTIAL = ".prefix", ".partial"  # of files, and of those that are being written
@@ -58,6 +60,9 @@ class PrefixStore:
     carry a checksum; an invalid one is logged and deleted. Beyond the limit, the least recently used are deleted.
     A prefix that could not be written is not tried again.
 
+    Only what two instructions of this process begin with is stored. So instructions that begin with the time of day
+    write no files, and of those that end with it, the part before is stored.
+
     Args:
         min_tokens: Length of the shortest prefix that is stored, and tokens by which another must be longer.
         limit: Maximum bytes of all stored prefixes; None is `prefixes_limit`.
@@ -73,6 +78,7 @@ class PrefixStore:
         self._thread, self._process = _new_thread(), os.getpid()
         self._tokens: dict[Path, list[int]] = {}  # of each file of this pair, those being written included
         self._failed = set[Path]()  # files that could not be written
+        self._seen = deque[Sequence[int]](maxlen=REMEMBERED)  # instructions that are not stored
         self._delete_partial()
         for path in sorted(self._folder.glob(f"{self._key}-*{SUFFIX}")):
             try:
@@ -94,11 +100,19 @@ class PrefixStore:
         lengths = [(common_length(stored, tokens), path) for path, stored in list(self._tokens.items())]
         return max(lengths, default=None)
 
-    def wants(self, tokens: Sequence[int]) -> bool:
-        """Return whether to store these tokens: at least `min_tokens` of them are not stored."""
+    def length_to_store(self, tokens: Sequence[int]) -> int:
+        """Return how many of an instruction's tokens to store now, and remember it; 0 to store none.
+
+        An earlier instruction began with as many, and at least `min_tokens` of them are not stored.
+        """
         longest = self.longest(tokens)
-        is_new = len(tokens) - (longest[0] if longest else 0) >= self.min_tokens
-        return is_new and self._path(tokens) not in self._failed
+        least = (longest[0] if longest else 0) + self.min_tokens
+        if len(tokens) < least:
+            return 0
+        length = max((common_length(seen, tokens) for seen in self._seen), default=0)
+        if length < len(tokens):
+            self._seen.append(tokens)
+        return 0 if length < least or self._path(tokens[:length]) in self._failed else length
 
     def read(self, path: Path) -> Future[dict[str, Tensor] | None]:
         """Begin to read a file. The result is None if it is missing or invalid."""
