@@ -18,6 +18,8 @@ from blockdraft.data.writer import DataWriter
 from blockdraft.targets.fingerprint import target_fingerprint
 
 VALIDATION = 50  # one task of so many
+COPIES = ("edit", "repair")  # kinds whose responses repeat their prompts, which prompt lookup drafts
+FEW = 4  # `--dense` keeps one task of so many of these, and of those with long prompts
 
 
 def main() -> None:
@@ -26,6 +28,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=Path("build/qwen2.5-coder/prompts.jsonl"))
     parser.add_argument("--responses", type=Path, default=Path("build/qwen2.5-coder/responses"))
     parser.add_argument("--out", type=Path, default=Path("build/qwen2.5-coder"))
+    parser.add_argument(
+        "--dense",
+        action="store_true",
+        help="leave out most tasks whose prompts cost more than they "
+        "teach: copies, and responses shorter than their prompts",
+    )
     args = parser.parse_args()
 
     target = load_target(args.target)
@@ -40,8 +48,13 @@ def main() -> None:
         writer.begin()
         for line in lines:
             record = int(line["id"][:15], 16)
-            if (record % VALIDATION == 0) == validation and record not in writer.done:
-                writer.add(record, [chats.document(tasks[line["id"]], line)])
+            if (record % VALIDATION == 0) != validation or record in writer.done:
+                continue
+            document = chats.document(tasks[line["id"]], line)
+            short = 2 * int(document.supervised.sum()) < len(document.tokens)
+            few = args.dense and not validation and (short or line["kind"] in COPIES)
+            if not (few and record // VALIDATION % FEW):
+                writer.add(record, [document])
         print(name, writer.finish()["counts"])
 
 

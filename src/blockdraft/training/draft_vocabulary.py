@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.documents import TokenData
-from blockdraft.training.objectives import Objective, Slots
+from blockdraft.training.objectives import Slots
 
 
 def frequent_tokens(data: TokenData, vocab_size: int, count: int) -> Tensor:
@@ -30,26 +30,17 @@ def draft_ids(kept: Tensor, vocab_size: int) -> Tensor:
 
 
 def reduced_losses(
-    losses: Callable[[Slots], Mapping[str, Tensor]],
-    slots: Slots,
-    kept: Tensor,
-    vocab_size: int,
-    objectives: Mapping[str, Objective],
+    losses: Callable[[Slots], Mapping[str, Tensor]], slots: Slots, kept: Tensor, vocab_size: int
 ) -> dict[str, Tensor]:
-    """Compute losses over a draft vocabulary.
-
-    A loss is 0 at slots whose token, or whose teacher's best token, is outside the vocabulary.
+    """Compute losses over a draft vocabulary. A loss is 0 at slots whose token is outside of it.
 
     Args:
         losses: Losses of objectives.
-        slots: Slots whose logits are over the draft vocabulary, and whose tokens and teacher are the target's.
+        slots: Slots whose logits and teacher are over the draft vocabulary, and whose tokens are the target's.
         kept, vocab_size: As in `draft_ids`.
     """
-    ids, teacher = draft_ids(kept, vocab_size), slots.teacher_CKV
-    tokens = ids[slots.tokens_CL]
-    known_CK = {False: tokens[:, 1:] >= 0}
-    if teacher is not None:
-        known_CK[True], teacher = ids[teacher.argmax(dim=-1)] >= 0, teacher[..., kept]
-    taught = slots.taught_CK & known_CK[False]  # skips tokens that the drafter cannot propose, not those after them
-    reduced = losses(replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher))
-    return {n: loss.masked_fill(~known_CK[objectives[n].needs_teacher], 0) for n, loss in reduced.items()}
+    tokens = draft_ids(kept, vocab_size)[slots.tokens_CL]
+    known = tokens[:, 1:] >= 0
+    taught = slots.taught_CK & known  # skips tokens that the drafter cannot propose, not those after them
+    reduced = losses(replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught))
+    return {name: loss.masked_fill(~known, 0) for name, loss in reduced.items()}

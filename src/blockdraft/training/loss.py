@@ -106,7 +106,7 @@ class DraftLoss(nn.Module):
         teacher = None
         if teacher_BSH is not None:
             with torch.no_grad():
-                teacher = target.head(teacher_BSH[batch_index_C.unsqueeze(-1), places_CK].to(target.dtype))
+                teacher = variant.teacher_logits(target, teacher_BSH[batch_index_C.unsqueeze(-1), places_CK])
         slots = Slots(hidden_CKH, logits, tokens_CL, taught_CK, teacher)
         losses = variant.losses(self.network, slots)
         sums = [

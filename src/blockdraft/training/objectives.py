@@ -35,8 +35,8 @@ class Slots:
         tokens_CL: int64, L = K + 1; the anchor and the K tokens after it in the data.
         taught_CK: bool; slots that count. Others lie beyond the document's end, or on tokens that the target did not
             write.
-        teacher_CKV: The target's logits for the same K tokens, each given all tokens before it. None if neither an
-            objective nor the variant needs them.
+        teacher_CKV: The target's logits for the same K tokens, each given all tokens before it, over the vocabulary of
+            `logits_CKV`. None if neither an objective nor the variant needs them.
     """
 
     hidden_CKH: Tensor

@@ -244,6 +244,14 @@ class Variant(ABC, Generic[R, N, C]):
         logits: Tensor = target.head(states).unflatten(0, hidden_CKH.shape[:2])
         return logits
 
+    def teacher_logits(self, target: Target, states: Tensor) -> Tensor:
+        """Compute the target's logits, `[..., V]`, over the vocabulary of `logits`.
+
+        Args:
+            states: `[..., H]`, inputs of the target's head.
+        """
+        return target.head(states.to(target.dtype))
+
     def factors(self) -> Mapping[str, float]:
         """Return the terms of the loss and their factors, in a fixed order."""
         return self.recipe.objective

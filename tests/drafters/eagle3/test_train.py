@@ -35,12 +35,11 @@ def made(target: Target, **fields: Any) -> tuple[Eagle3Variant, Eagle3Network]:
     return variant, variant.network(variant.config(target))
 
 
-def slots_of(network: Eagle3Network, vocab_size: int) -> Slots:
+def slots_of() -> Slots:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 3, len(KEPT), generator=random)
     tokens = torch.tensor([[5, 3, 200, 11], [9, 9, 30, 6], [40, 41, 42, 43], [6, 10, 10, 3]])
-    teacher = 4 * torch.randn(4, 3, vocab_size, generator=random)
-    teacher[::2, :, KEPT] += 12  # so that the best token is kept in every other block
+    teacher = 4 * torch.randn(4, 3, len(KEPT), generator=random)
     taught = torch.ones(4, 3, dtype=torch.bool)
     return Slots(torch.zeros(4, 3, 32), logits, tokens, taught, teacher)
 
@@ -48,15 +47,14 @@ def slots_of(network: Eagle3Network, vocab_size: int) -> Slots:
 def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
     variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={"forward_kl": 0.7, "decay": 0.3})
     network.keep(torch.tensor(KEPT))
-    slots = slots_of(network, target.vocab_size)
+    slots = slots_of()
     assert slots.teacher_CKV is not None
     actual = variant.losses(network, slots)
     for block in range(4):
         for k in range(3):
             log_q = slots.logits_CKV[block, k].log_softmax(dim=-1)
-            teacher, label = slots.teacher_CKV[block, k], int(slots.tokens_CL[block, k + 1])
-            p = torch.stack([teacher[token] for token in KEPT]).softmax(dim=-1)
-            divergence = float((p * (p.log() - log_q)).sum()) if int(teacher.argmax()) in KEPT else 0.0
+            p, label = slots.teacher_CKV[block, k].softmax(dim=-1), int(slots.tokens_CL[block, k + 1])
+            divergence = float((p * (p.log() - log_q)).sum()) if label in KEPT else 0.0
             surprise = -float(log_q[KEPT.index(label)]) if label in KEPT else 0.0
             assert float(actual["forward_kl"][block, k]) == pytest.approx(divergence, abs=1e-4)
             assert float(actual["decay"][block, k]) == pytest.approx(surprise, abs=1e-4)
@@ -73,7 +71,7 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
 def test_a_token_outside_the_draft_vocabulary_does_not_count_for_later_slots(target: Target, objective: str) -> None:
     variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={objective: 1.0})
     network.keep(torch.tensor(KEPT))
-    slots = slots_of(network, target.vocab_size)
+    slots = slots_of()
     known_CK = variant.counts(network, slots)["covered"]
     assert not known_CK[:, 0].all()
     passed_over = variant.losses(network, replace(slots, taught_CK=known_CK))[objective]
@@ -235,8 +233,23 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
     )
     states = variant.hidden(network, target, hidden_states[:, :, :width], rows)
     actual = variant.logits(network, target, states[0])[:, 0]
-    theirs = target.head(hidden_states[0, :-1, width:].to(target.dtype)).float()[:, kept]
+    teacher = hidden_states[0, :-1, width:]
+    theirs = target.head(teacher.to(target.dtype)).float()[:, kept]
     torch.testing.assert_close(actual, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(variant.teacher_logits(target, teacher), theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_narrower_mlp_begins_with_the_strongest_neurons(tmp_path: Path) -> None:
+    target = of_family(tmp_path, "llama")
+    whole, narrow = (made(target, init="last_layer", intermediate_size=size) for size in (None, 24))
+    for variant, network in (whole, narrow):
+        variant.fit_head(network, target)
+    mlp, part = whole[1].midlayer.mlp, narrow[1].midlayer.mlp
+    norms = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1) * mlp.down_proj.weight.norm(dim=0)
+    strongest = norms >= norms.sort().values[24]
+    assert torch.equal(part.gate_proj.weight, mlp.gate_proj.weight[strongest])
+    assert torch.equal(part.up_proj.weight, mlp.up_proj.weight[strongest])
+    assert torch.equal(part.down_proj.weight, mlp.down_proj.weight[:, strongest])
 
 
 def test_a_layer_of_another_kind_is_no_beginning(target: Target, tmp_path: Path) -> None:

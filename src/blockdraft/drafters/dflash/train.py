@@ -324,7 +324,10 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         if self.kept is None:
             return super().losses(network, slots)
         plain = partial(super().losses, network)
-        return reduced_losses(plain, slots, self.kept, network.config.vocab_size, self.objectives)
+        return reduced_losses(plain, slots, self.kept, network.config.vocab_size)
+
+    def teacher_logits(self, target: Target, states: Tensor) -> Tensor:
+        return super().teacher_logits(target, states) if self._head is None else F.linear(states, self._head)
 
     def draft_tokens(self, network: N, slots: Slots) -> Tensor:
         tokens = super().draft_tokens(network, slots)

@@ -5,7 +5,7 @@ the tokens of the data. Each of them attends to the entries of the sequence up t
 hidden states, and to the unrolled entries of its own chain.
 
 The loss is `forward_kl`, where p is the target's distribution over the draft vocabulary. It counts only where the
-target's most probable token is in that vocabulary. Step k has the weight 0.8^(k - 1).
+data's token is in that vocabulary. Step k has the weight 0.8^(k - 1).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -83,7 +84,8 @@ class Eagle3Recipe(Recipe):
     )
     intermediate_size: Count | None = Field(
         None,
-        description="Inner size of the layer's MLP; by default the target's, or three times its hidden size.",
+        description="Inner size of the layer's MLP; by default the target's, or three times its hidden size. A smaller "
+        'one begins, with the `init` "last_layer", with the neurons of the largest weights.',
     )
     heads: Count | None = Field(None, description="Query heads of the layer; by default the target's.")
     kv_heads: Count | None = Field(None, description="Key/value heads of the layer; by default the target's.")
@@ -106,6 +108,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     counted = ("covered",)  # positions whose token is in the draft vocabulary
     fit_gain: ClassVar[float | None] = 1.25  # tau of 1.5 for SmolLM2 where DFlash had 1.21, after little training
     reducible = fit_reduced = True
+    _head: Tensor | None = None  # the target's, of the draft vocabulary, [Vd, H]
 
     @classmethod
     def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
@@ -184,8 +187,9 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     @torch.no_grad()
     def fit_head(self, network: Eagle3Network, target: Target) -> None:
+        self._head = embedding_and_head(target)[1][network.kept].contiguous()
         if self.recipe.init in (None, LAST_LAYER):
-            network.lm_head.weight.copy_(embedding_and_head(target)[1][network.kept])
+            network.lm_head.weight.copy_(self._head)
         if self.recipe.init is None:
             calm(network.norm.weight, target)
         if self.recipe.init == LAST_LAYER:
@@ -211,7 +215,11 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def losses(self, network: Eagle3Network, slots: Slots) -> dict[str, Tensor]:
         plain = partial(super().losses, network)
-        return reduced_losses(plain, slots, network.kept, network.config.vocab_size, self.objectives)
+        return reduced_losses(plain, slots, network.kept, network.config.vocab_size)
+
+    def teacher_logits(self, target: Target, states: Tensor) -> Tensor:
+        assert self._head is not None
+        return F.linear(states.to(self._head.dtype), self._head)
 
     def draft_tokens(self, network: Eagle3Network, slots: Slots) -> Tensor:
         return network.kept[slots.logits_CKV.argmax(dim=-1)]
@@ -255,8 +263,8 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple
     )
     for theirs_name, name in SHAPE.items():
         ours, theirs = getattr(recipe, name), target.shape.get(theirs_name)
-        same = theirs_name not in target.shape or ours in (None, theirs)
-        need(same, name, ours, f"the target's, {theirs}, with --init {LAST_LAYER}")
+        fits = theirs is None or ours in (None, theirs) or (name == "intermediate_size" and ours < theirs)
+        need(fits, name, ours, f"the target's, {theirs}, with --init {LAST_LAYER}")
     return own
 
 
@@ -267,10 +275,14 @@ def take_last_layer(network: Eagle3Network, target: Target) -> None:
     `fc` passes this hidden state alone, and attention ignores the embedding. So the network starts by predicting the
     same token as the target, with hidden states that the head understands, and learns to read the token.
     """
-    layer, size = network.midlayer, network.config.hidden_size
+    layer, size, weights = network.midlayer, network.config.hidden_size, last_layer(target)
+    neurons = strongest_neurons(weights, network.config.intermediate_size)
+    for name in ("gate", "up"):
+        weights[f"mlp.{name}_proj.weight"] = weights[f"mlp.{name}_proj.weight"][neurons]
+    weights["mlp.down_proj.weight"] = weights["mlp.down_proj.weight"][:, neurons]
     if layer.self_attn.o_proj.bias is not None:
         layer.self_attn.o_proj.bias.zero_()  # targets have none here
-    for name, weight in last_layer(target).items():
+    for name, weight in weights.items():
         if name == "input_layernorm.weight":
             layer.hidden_norm.weight.copy_(weight)
         elif name.removeprefix("self_attn.") in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
@@ -282,6 +294,12 @@ def take_last_layer(network: Eagle3Network, target: Target) -> None:
     network.norm.weight.copy_(target.weights_in("model.norm.weight")["model.norm.weight"])
     network.fc.weight.zero_()
     network.fc.weight[:, -size:] = torch.eye(size)
+
+
+def strongest_neurons(layer: Mapping[str, Tensor], count: int) -> Tensor:
+    """Return the neurons of a layer's MLP with the largest products of the norms of their weights, ascending."""
+    norms = [layer[f"mlp.{name}_proj.weight"].float().norm(dim=dim) for name, dim in zip(MLP, (1, 1, 0), strict=True)]
+    return torch.stack(norms).prod(dim=0).topk(count).indices.sort().values
 
 
 VARIANT = Eagle3Variant
