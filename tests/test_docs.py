@@ -116,26 +116,13 @@ NOT_RUN = {
 }
 # Appended where the command is run: a handful of prompts instead of a corpus, and a run of seconds instead of hours.
 SMALL = {
-    "data": ["--max-new-tokens", "48"],
-    "quantize": ["--length", "16", "--tokens", "128", "--held-out", "32"],
-    "diffusion train": ["--steps", "2", "--length", "32", "--batch", "2"],
-    "diffusion generate": ["--max-new-tokens", "6"],
-    "bench": ["--limit", "1", "--repeats", "1", "--max-new-tokens", "16"],
-    "train": [
-        *("--steps", "2", "--length", "64", "--anchors", "4", "--batch", "2", "--held-out", "2"),
-        *(
-            "--eval-prompts",
-            "1",
-            "--eval-tokens",
-            "8",
-            "--layers",
-            "1",
-            "--target-layers",
-            "2",
-            "--intermediate-size",
-            "32",
-        ),
-    ],
+    "data": "--max-new-tokens 48",
+    "quantize": "--length 16 --tokens 128 --held-out 32",
+    "diffusion train": "--steps 2 --length 32 --batch 2",
+    "diffusion generate": "--max-new-tokens 6",
+    "bench": "--limit 1 --repeats 1 --max-new-tokens 16",
+    "train": "--steps 2 --length 64 --anchors 4 --batch 2 --held-out 2 --eval-prompts 1 --eval-tokens 8 --layers 1 "
+    "--target-layers 2 --intermediate-size 32",
 }
 CHATS = [
     "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",
@@ -340,8 +327,8 @@ def filled_in(command: Command, number: int) -> list[str]:
     for at, argument in enumerate(arguments):
         if argument == "DIR":
             arguments[at] = stands_for[arguments[at - 1]]
-    small = SMALL.get(arguments[0]) or SMALL.get(" ".join(arguments[:2]), [])
-    return arguments + small * ("--show-recipe" not in arguments)
+    small = SMALL.get(arguments[0]) or SMALL.get(" ".join(arguments[:2]), "")
+    return arguments + small.split() * ("--show-recipe" not in arguments)
 
 
 def runnable(page: str) -> list[tuple[Block, list[Command]]]:

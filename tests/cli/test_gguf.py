@@ -63,23 +63,8 @@ def test_data_and_training(
     data, out = tmp_path / "data", tmp_path / "drafter"
     more = ["--regenerate", "--max-new-tokens", 16, "--out", data, "--device", "cpu"]
     assert blockdraft("data", tmp_path / "prompts.jsonl", "--target", file, *more).code == 0
-    sizes = [
-        "--steps",
-        "1",
-        "--layers",
-        "1",
-        "--target-layers",
-        "0,1",
-        "--batch",
-        "2",
-        "--anchors",
-        "2",
-        "--length",
-        "32",
-        "--held-out",
-        "2",
-    ]
-    more = [*sizes, "--out", out, "--device", "cpu"]
+    sizes = "--steps 1 --layers 1 --target-layers 0,1 --batch 2 --anchors 2 --length 32 --held-out 2"
+    more = [*sizes.split(), "--out", out, "--device", "cpu"]
     assert blockdraft("train", "dflash", "--data", data, "--target", file, *more).code == 0
     assert json.loads((out / "config.json").read_text())["num_target_layers"] == 3
     written = ["--format", "speculators", "--out", tmp_path / "else"]
@@ -89,7 +74,7 @@ def test_data_and_training(
     named = json.loads((tmp_path / "else" / "config.json").read_text())["speculators_config"]["verifier"]
     assert named == {"name_or_path": "owner/name", "architectures": ["Qwen3ForCausalLM"]}
     part = ["--draft-vocab", 40, "--out", tmp_path / "part", "--device", "cpu"]  # in a format that names the target
-    assert blockdraft("train", "dflash", "--data", data, "--target", file, *sizes, *part).code == 0
+    assert blockdraft("train", "dflash", "--data", data, "--target", file, *sizes.split(), *part).code == 0
     drafter: Any = load_drafter(tmp_path / "part", target=load_target(file, device="cpu"))
     assert len(drafter.reduced_head.kept) == 40
 

@@ -60,30 +60,11 @@ def test_bad_input(arguments: list[str], message: str, tmp_path: Path, monkeypat
 
 def test_all_errors_are_reported_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    options = [
-        "--target",
-        "/no/such",
-        "--data",
-        "a",
-        "--prompts",
-        "b",
-        "--hidden-states",
-        "c",
-        "--init",
-        "d",
-        "--objective",
-        "decay=1,e=1,f=1",
-    ]
-    message = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options]).exception)
+    options = "--target /no/such --data a --prompts b --hidden-states c --init d --objective decay=1,e=1,f=1"
+    message = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options.split()]).exception)
     assert message.startswith("6 things do not fit") and message.count("\n") == 6
-    for entry in (
-        "a/data.json",
-        "b cannot",
-        "c/hidden_states.json",
-        "d/config.json",
-        "'e' is unknown",
-        "'f' is unknown",
-    ):
+    places = "a/data.json", "b cannot", "c/hidden_states.json", "d/config.json"
+    for entry in (*places, "'e' is unknown", "'f' is unknown"):
         assert entry in message
 
 
@@ -111,18 +92,8 @@ def test_files_to_begin_with_are_refused_before_the_target_is_loaded(
 def test_a_run_ends_with_a_table_and_the_command(
     written: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
-    fields = {
-        "layers": 1,
-        "target_layers": 1,
-        "block-size": 4,
-        "length": 40,
-        "batch": 2,
-        "anchors": 3,
-        "steps": 2,
-        "held-out": 4,
-    }
-    fields |= {"eval-prompts": 1, "eval-tokens": 4}
-    flags = [f"--{name}={value}" for name, value in fields.items()]
+    sizes = "--layers 1 --target-layers 1 --block-size 4 --length 40 --batch 2 --anchors 3 --steps 2 --held-out 4"
+    flags = f"{sizes} --eval-prompts 1 --eval-tokens 4".split()
     flags += ["--device", "cpu", "--trackers", "", "--data", str(tiny_data_dir), "--out", str(tmp_path / "drafter")]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
     flags += ["--target", str(tiny_target_dir), "--prompts", str(tmp_path / "prompts.jsonl")]

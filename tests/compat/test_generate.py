@@ -115,7 +115,7 @@ def test_folders_with_a_plus_in_their_name_are_joined(
     assert torch.equal(joined, decode(max_new_tokens=8))
 
 
-class Heard(BaseStreamer):
+class RecordingStreamer(BaseStreamer):
     def __init__(self) -> None:
         self.put_tokens: list[int] = []
         self.ended = False
@@ -128,11 +128,11 @@ class Heard(BaseStreamer):
 
 
 def test_streamer(decode: Callable[..., Tensor]) -> None:
-    streamer = Heard()
+    streamer = RecordingStreamer()
     answer = decode(PROMPTS[1:], max_new_tokens=10, streamer=streamer)
     assert streamer.ended and streamer.put_tokens == answer[0].tolist()
     with pytest.raises(UsageError, match="2 prompts; a streamer takes one"):
-        decode(max_new_tokens=4, streamer=Heard())
+        decode(max_new_tokens=4, streamer=RecordingStreamer())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from blockdraft import cli
 from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
 from blockdraft.targets import BUNDLED
-from blockdraft.tools.push import Known, known_of, prepare, upload
+from blockdraft.tools.push import DrafterRecords, prepare, read_drafter_records, upload
 
 BENCH = {
     "methods": {
@@ -30,7 +30,7 @@ DATA = {
     "written_by": {"writer": "target"},
     "arguments": {"sources": ["/home/me/chats.jsonl"]},
 }
-NOTHING = Known(None, (), None)
+NO_RECORDS = DrafterRecords(None, (), None)
 
 
 class FakeHub:
@@ -59,8 +59,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
 
 
 def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    known = Known(BENCH, (), DATA)
-    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "out", "me/tiny-dflash", known, "mit")
+    records = DrafterRecords(BENCH, (), DATA)
+    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "out", "me/tiny-dflash", records, "mit")
     out = tmp_path / "out"
     assert {file.name for file in out.iterdir()} == {"README.md", "config.json", "custom_generate", "model.safetensors"}
     assert (out / "model.safetensors").read_bytes() == (tiny_drafter_dir / "model.safetensors").read_bytes()
@@ -90,16 +90,16 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
 
 
 def test_the_bundled_pair(tmp_path: Path) -> None:
-    prepare("bundled", str(BUNDLED), tmp_path / "out", None, NOTHING)
+    prepare("bundled", str(BUNDLED), tmp_path / "out", None, NO_RECORDS)
     assert "2 layers and 1.4 M parameters" in (tmp_path / "out/README.md").read_text()
 
 
 def test_card_without_records(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "one", None, NOTHING)
+    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "one", None, NO_RECORDS)
     card = (tmp_path / "one/README.md").read_text()
     assert "Not measured yet" in card and "Not recorded." in card and "OWNER/NAME" in card
     log = ({"step": 1, "tau": 1.2}, {"step": 2, "tau": 2.5}, {"step": 3, "tau": None})
-    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "two", None, Known(None, log, None))
+    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "two", None, DrafterRecords(None, log, None))
     assert "tau 2.50 (tokens per target forward pass) on held-out prompts" in (tmp_path / "two/README.md").read_text()
 
 
@@ -136,7 +136,7 @@ def test_cards_of_all_kinds(
         ),
     ):
         out = tmp_path / tag
-        prepare(folder, target, out, "me/mine", NOTHING)
+        prepare(folder, target, out, "me/mine", NO_RECORDS)
         assert {file.name for file in out.iterdir()} == {"README.md", "config.json", "custom_generate", *files}
         card = (out / "README.md").read_text()
         assert f"tags: [speculative-decoding, {tag}, custom_generate]" in card
@@ -146,7 +146,7 @@ def test_cards_of_all_kinds(
 
 def test_records_beside_a_drafter_are_found(tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
-    assert known_of(drafter) == NOTHING
+    assert read_drafter_records(drafter) == NO_RECORDS
     for name, content in (
         ("fit/bench/results.json", BENCH),
         ("fit/data/data.json", DATA),
@@ -155,20 +155,20 @@ def test_records_beside_a_drafter_are_found(tmp_path: Path) -> None:
         file = tmp_path / f"drafter.{name}"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(content) + "\n")
-    assert known_of(drafter) == Known(BENCH, ({"tau": 2},), DATA)
+    assert read_drafter_records(drafter) == DrafterRecords(BENCH, ({"tau": 2},), DATA)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/results.json").write_text('{"mine": 1}')
-    assert known_of(drafter, bench=tmp_path / "other").bench == {"mine": 1}
+    assert read_drafter_records(drafter, bench=tmp_path / "other").bench == {"mine": 1}
     with pytest.raises(UsageError, match=r"other/data.json cannot be read"):
-        known_of(drafter, data=tmp_path / "other")
+        read_drafter_records(drafter, data=tmp_path / "other")
 
 
 def test_foreign_records_are_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target = str(tiny_target_dir)
     for wrong, message in (
-        (Known({"mine": 1}, (), None), "results.json was not written by `blockdraft bench --out`"),
-        (Known({**BENCH, "methods": {"none": {}}}, (), None), "results.json was not written"),
-        (Known(None, (), {"counts": []}), "data.json was not written by `blockdraft data --out`"),
+        (DrafterRecords({"mine": 1}, (), None), "results.json was not written by `blockdraft bench --out`"),
+        (DrafterRecords({**BENCH, "methods": {"none": {}}}, (), None), "results.json was not written"),
+        (DrafterRecords(None, (), {"counts": []}), "data.json was not written by `blockdraft data --out`"),
     ):
         with pytest.raises(UsageError, match=message):
             prepare(tiny_drafter_dir, target, tmp_path / "out", None, wrong)
@@ -185,12 +185,12 @@ def test_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) 
         (tmp_path / "nowhere", None, "nowhere"),
     ):
         with pytest.raises(UsageError, match=message):
-            prepare(drafter, target, tmp_path / "out", repo, NOTHING)
+            prepare(drafter, target, tmp_path / "out", repo, NO_RECORDS)
     assert not (tmp_path / "out").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("x")
     with pytest.raises(UsageError, match="holds other files"):
-        prepare(tiny_drafter_dir, target, tmp_path / "full", None, NOTHING)
+        prepare(tiny_drafter_dir, target, tmp_path / "full", None, NO_RECORDS)
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine"]
 
 
@@ -240,7 +240,7 @@ def test_the_folder_serves_transformers(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     folder = tmp_path / "out"
-    prepare(tiny_drafter_dir, str(tiny_target_dir), folder, None, NOTHING)
+    prepare(tiny_drafter_dir, str(tiny_target_dir), folder, None, NO_RECORDS)
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     prompt = torch.tensor([[7, 60, 41, 33], [50, 51, 9, 8]])
     drafted = model.generate(

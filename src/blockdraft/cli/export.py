@@ -135,15 +135,15 @@ def push(
     """
     if options.repo is None and options.out is None:
         raise UsageError("Neither a repository nor a folder is given; add --repo OWNER/NAME, --out DIR, or both.")
-    from blockdraft.tools.push import known_of, prepare, upload
+    from blockdraft.tools.push import prepare, read_drafter_records, upload
 
     quiet()
-    known = known_of(Path(drafter), options.bench, options.data)
-    for lacking, remedy in known.lacking():
+    records = read_drafter_records(Path(drafter), options.bench, options.data)
+    for lacking, remedy in records.lacking():
         tell(f"The card does not say {lacking}; {remedy}.")
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, "repository") if options.out is None else options.out
-        prepare(drafter, options.target, folder, options.repo, known, options.licence, tell)
+        prepare(drafter, options.target, folder, options.repo, records, options.licence, tell)
         if options.out is not None:
             tell(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}")
         if options.repo is not None:

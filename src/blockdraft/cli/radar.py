@@ -64,44 +64,44 @@ class RadarSettings:
     )
 
 
-def radar(*, what: RadarSettings, as_json: AsJson = False) -> None:
+def radar(*, options: RadarSettings, as_json: AsJson = False) -> None:
     """Show which models fit a device, and how fast they are there, plain and drafted, without a download.
 
     Speeds are intervals, from the device's bandwidth and arithmetic and from published tau. Where drafting is slower,
     that is shown. `blockdraft serve` offers the same as a page at /radar.
     """
     console = standard(WIDTH)
-    if what.devices:
+    if options.devices:
         show_devices(console, as_json)
         return
-    if what.export is not None:
+    if options.export is not None:
         from blockdraft.radar.page import export_page
 
-        print(export_page(what.export))
+        print(export_page(options.export))
         return
     from blockdraft.radar.drafting import checked_task
     from blockdraft.radar.shape import known_shapes, read_shape
 
-    checked_task(what.task)
-    shapes = [read_shape(name) for name in what.model] if what.model else list(known_shapes())
-    machines = list(_machines(what.device or ("here",), what.ram))
-    if what.train:
-        if not what.model:
+    checked_task(options.task)
+    shapes = [read_shape(name) for name in options.model] if options.model else list(known_shapes())
+    machines = list(_machines(options.device or ("here",), options.ram))
+    if options.train:
+        if not options.model:
             raise UsageError("--train takes one --model or more; name the target that the drafter is for.")
-        show_training(console, shapes, machines, what, as_json)
+        show_training(console, shapes, machines, options, as_json)
         return
-    rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, what)]
-    slow = [row for row in rows if fastest(row) < what.least_speed]
-    rows = [row for row in rows if fastest(row) >= what.least_speed]
+    rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, options)]
+    slow = [row for row in rows if fastest(row) < options.least_speed]
+    rows = [row for row in rows if fastest(row) >= options.least_speed]
     if as_json:
         print(json.dumps({"rows": [with_commands(row) for row in rows]}))
-    elif what.model and len(rows) + len(slow) <= DETAILED:
+    elif options.model and len(rows) + len(slow) <= DETAILED:
         for row in [*rows, *slow]:
             show_row(console, row)
             if row in slow:
-                console.print(f"  {needed(row, what, shapes, machines)}", soft_wrap=True)
+                console.print(f"  {needed(row, options, shapes, machines)}", soft_wrap=True)
     else:
-        show_rows(console, rows, what)
+        show_rows(console, rows, options)
 
 
 def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
@@ -117,17 +117,17 @@ def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
         yield machine_of(find(device), count, ram)
 
 
-def _rows(shape: Shape, machine: Machine, what: RadarSettings) -> Iterator[Projection]:
+def _rows(shape: Shape, machine: Machine, options: RadarSettings) -> Iterator[Projection]:
     """Yield projections with each kind of weights. Unnamed models are left out if their context is too short."""
     from blockdraft.radar.calibrated import calibrated
     from blockdraft.radar.project import project
 
-    if not what.model and shape.context and what.context > shape.context:
+    if not options.model and shape.context and options.context > shape.context:
         return
-    for kind in what.weights or (["file"] if shape.stored_bytes else USUAL):
+    for kind in options.weights or (["file"] if shape.stored_bytes else USUAL):
         known = calibrated(shape, kind) if machine.measured else None
         costs, drafter = known or (None, None)
-        yield project(shape, machine, kind, what.context, what.batch, what.task, drafter=drafter, costs=costs)
+        yield project(shape, machine, kind, options.context, options.batch, options.task, drafter=drafter, costs=costs)
 
 
 def fastest(row: Projection) -> float:
@@ -137,16 +137,16 @@ def fastest(row: Projection) -> float:
     return max(row.plain.mid, row.drafted.mid if row.drafted else 0.0)
 
 
-def needed(row: Projection, what: RadarSettings, shapes: list[Shape], machines: list[Machine]) -> str:
+def needed(row: Projection, options: RadarSettings, shapes: list[Shape], machines: list[Machine]) -> str:
     """Say what a speed would take that a row does not reach."""
     from blockdraft.radar.project import batch_for
 
-    speed = what.least_speed
+    speed = options.least_speed
     shape = next(shape for shape in shapes if shape.name == row.model)
     machine = next(machine for machine in machines if machine.name == row.device)
     if not row.fits:
         return f"It does not fit, so {speed:,.0f} tokens/s are out of reach here."
-    batch = batch_for(speed, shape, machine, weights=row.weights, context=row.context, task=what.task)
+    batch = batch_for(speed, shape, machine, weights=row.weights, context=row.context, task=options.task)
     reached = f"{row.batch} at once reach about {fastest(row):,.0f} tokens/s"
     if batch is None:
         return f"{reached}; {speed:,.0f} tokens/s need more memory or devices than this."
@@ -181,7 +181,7 @@ def commands(row: Projection) -> list[str]:
     return [shlex.join(line) for line in lines]
 
 
-def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> None:
+def show_rows(console: Console, rows: list[Projection], options: RadarSettings) -> None:
     """Print the list: models that fit, the largest first."""
     from blockdraft.models import known
 
@@ -190,7 +190,7 @@ def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> 
             return known(row.model).parameters or 0
         return 0
 
-    if not what.weights:  # show the finest weights that fit, by model and device
+    if not options.weights:  # show the finest weights that fit, by model and device
         best: dict[tuple[str, str], Projection] = {}
         for row in rows:
             current = best.get((row.model, row.device))
@@ -312,12 +312,12 @@ def show_devices(console: Console, as_json: bool) -> None:
 
 
 def show_training(
-    console: Console, shapes: list[Shape], machines: list[Machine], what: RadarSettings, as_json: bool
+    console: Console, shapes: list[Shape], machines: list[Machine], options: RadarSettings, as_json: bool
 ) -> None:
     """Print what it costs to train a drafter for each model."""
     from blockdraft.radar.train import TrainPlan, train_cost
 
-    plan, [kind] = TrainPlan(), what.weights or ("bf16",)
+    plan, [kind] = TrainPlan(), options.weights or ("bf16",)
     costs = [train_cost(shape, machine, plan, kind) for machine in machines for shape in shapes]
     if as_json:
         print(json.dumps({"rows": [cost.as_dict() for cost in costs]}))

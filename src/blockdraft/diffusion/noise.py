@@ -43,14 +43,11 @@ def training_noise(
             bounds the likelihood.
     """
     low, high = clip
-    shape = len(eligible_BL), -(-eligible_BL.size(1) // block_size)
-    return noise_at(low + (high - low) * stratified(shape, generator), eligible_BL, block_size, generator)
-
-
-def noise_at(times_BK: Tensor, eligible_BL: Tensor, block_size: int, generator: torch.Generator) -> Noise:
-    """Sample the noise of blocks at given times, float64. The weight 1 / t makes the mean over uniform t the bound."""
-    t = times_BK.repeat_interleave(block_size, dim=1)[:, : eligible_BL.size(1)]
+    length = eligible_BL.size(1)
+    times_BK = low + (high - low) * stratified((len(eligible_BL), -(-length // block_size)), generator)
+    t = times_BK.repeat_interleave(block_size, dim=1)[:, :length]
     masked = (torch.rand(t.shape, generator=generator, dtype=torch.float64) < t) & eligible_BL
+    # With these weights, the mean over uniform t is the bound.
     return Noise(masked, (1 / t).float().masked_fill(~masked, 0.0))
 
 

@@ -145,19 +145,11 @@ class PackedTexts:
         for number in range(step * size, (step + 1) * size):
             epoch, place = divmod(number, self.num_train)
             indices.append(_order(self._seed, epoch, self.num_train)[place])
-        return self._at(indices)
+        return Tokens(*(part[indices] for part in self.all))
 
     def held_out(self) -> list[Tokens]:
         """Return the held-out sequences."""
         return [Tokens(*tokens) for tokens in zip(*(part[self.num_train :] for part in self.all), strict=True)]
-
-    def held_out_batch(self, number: int, size: int) -> Tokens:
-        """Return a batch of held-out sequences, or of all if none is held out, cycling through them in order."""
-        first, count = (self.num_train, self.num_held_out) if self.num_held_out else (0, self.num_train)
-        return self._at([first + (number * size + i) % count for i in range(size)])
-
-    def _at(self, indices: Sequence[int]) -> Tokens:
-        return Tokens(*(part[list(indices)] for part in self.all))
 
 
 def seed_of(*parts: int) -> int:

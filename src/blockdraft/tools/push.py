@@ -29,7 +29,7 @@ LOCAL = "DRAFTER"  # folder into which the commands of the card download the dra
 
 
 @dataclass(frozen=True)
-class Known:
+class DrafterRecords:
     """Records of a drafter's training and measurements.
 
     Attributes:
@@ -58,7 +58,7 @@ class Known:
             yield "what it was trained on", "add --data DIR, the folder of its training data"
 
 
-def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None) -> Known:
+def read_drafter_records(drafter: Path, bench: Path | None = None, data: Path | None = None) -> DrafterRecords:
     """Read the records that `blockdraft fit` and `blockdraft train` leave beside a drafter.
 
     Args:
@@ -68,7 +68,7 @@ def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None)
         UsageError: `bench` or `data` lacks its file, or a file is broken.
     """
     fitted = Where(drafter, None).folder
-    return Known(
+    return DrafterRecords(
         _json(bench or fitted / "bench", "results.json", bench is not None),
         tuple(read_log(run_folder(drafter) / "log.jsonl")),
         _json(data or fitted / "data", "data.json", data is not None),
@@ -91,7 +91,7 @@ def prepare(
     target: str,
     out: Path,
     repo: str | None,
-    known: Known,
+    records: DrafterRecords,
     licence: str | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -102,7 +102,7 @@ def prepare(
         target: Folder, hub name or catalogue name of its target, which must fit.
         out: New or empty folder.
         repo: Name on the hub, such as "me/my-drafter", if it has one.
-        known: Records for the card.
+        records: Records for the card.
         licence: Licence for the card, as spelled on the hub.
         note: Called with each warning; see `checked_pair`.
 
@@ -121,7 +121,7 @@ def prepare(
     target = named_for_others(target)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
-    card, folder = model_card(report, target, repo, known, licence), Path(report.path)
+    card, folder = model_card(report, target, repo, records, licence), Path(report.path)
     try:
         with held(out, "preparing a repository"):
             clear_remains(out)
@@ -155,7 +155,7 @@ def upload(folder: Path, repo: str, private: bool) -> str:
     return url
 
 
-def model_card(report: Report, target: str, repo: str | None, known: Known, licence: str | None) -> str:
+def model_card(report: Report, target: str, repo: str | None, records: DrafterRecords, licence: str | None) -> str:
     """Return README.md of the repository."""
     is_hub_name = not Path(target).exists()
     conventions = report.conventions
@@ -176,11 +176,11 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         "",
         "## Measured",
         "",
-        *_complete(_measured(known), "results.json", "blockdraft bench --out"),
+        *_complete(_measured(records), "results.json", "blockdraft bench --out"),
         "",
         "## Training data",
         "",
-        *_complete(_data(known), "data.json", "blockdraft data --out"),
+        *_complete(_data(records), "data.json", "blockdraft data --out"),
         "",
         "## Use",
         "",
@@ -206,38 +206,38 @@ def _complete(lines: Iterator[str], name: str, command: str) -> list[str]:
         ) from error
 
 
-def _measured(known: Known) -> Iterator[str]:
-    if known.bench is not None:
-        how = known.bench["arguments"]
+def _measured(records: DrafterRecords) -> Iterator[str]:
+    if records.bench is not None:
+        how = records.bench["arguments"]
         yield "| | prompts | tokens/s | speed-up | tau | same responses |"
         yield "|---|---|---|---|---|---|"
-        for name, one in known.bench["methods"].items():
+        for name, one in records.bench["methods"].items():
             cells = [str(one["prompts"])]
             for key, form in (("tokens_per_second", "{:.0f}"), ("speedup", "{:.2f}"), ("tau", "{:.2f}")):
                 cells.append("-" if one[key] is None else form.format(one[key]))
             cells.append("-" if one["identical"] is None else f"{100 * one['identical']:.0f} %")
             yield f"| {name} | {' | '.join(cells)} |"
-        machine = known.bench["hardware"]["gpu"] or known.bench["hardware"]["cpu"]
+        machine = records.bench["hardware"]["gpu"] or records.bench["hardware"]["cpu"]
         yield ""
         yield (
             f"Measured by `blockdraft bench`: temperature {how['temperature']:g}, responses of up to "
             f"{how['max_new_tokens']} tokens, {how['running']}, {machine}. tau: tokens per target forward pass."
         )
         return
-    if known.taus:
-        yield f"tau {known.taus[-1]:.2f} (tokens per target forward pass) on held-out prompts, decoded greedily."
+    if records.taus:
+        yield f"tau {records.taus[-1]:.2f} (tokens per target forward pass) on held-out prompts, decoded greedily."
     else:
         yield "Not measured yet; `blockdraft bench` measures it."
 
 
-def _data(known: Known) -> Iterator[str]:
-    if known.data is None:
+def _data(records: DrafterRecords) -> Iterator[str]:
+    if records.data is None:
         yield "Not recorded."
         return
-    counts = known.data["counts"]
-    who = (known.data.get("written_by") or {}).get("writer", "")
+    counts = records.data["counts"]
+    who = (records.data.get("written_by") or {}).get("writer", "")
     writer = {"target": "the target's own responses", "server": "responses of a server"}.get(who)
-    sources = ", ".join(Path(str(source)).name for source in (known.data.get("arguments") or {}).get("sources") or ())
+    sources = ", ".join(Path(str(source)).name for source in (records.data.get("arguments") or {}).get("sources") or ())
     yield (
         f"{counts['documents']:,} documents of {counts['tokens']:,} tokens, of which {counts['supervised']:,} were "
         f"trained on: {writer or 'unchanged texts'}{f', from {sources}' if sources else ''}."

@@ -27,7 +27,7 @@ from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
 
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
-HOW = 32  # tokens of a response
+RESPONSE_TOKENS = 32
 DRAFT_CHOICE, STEPS = 3, 80
 OWN = {"eagle3": {"draft_vocab": 200, "target_layers": (0, 1)}, "mtp": {}, "medusa": {}}
 
@@ -51,7 +51,7 @@ def texts(target: Target) -> list[tuple[torch.Tensor, int]]:
     """Prompts with their answers, and the indices where the answers begin."""
     prompts = [encode(prompt, target) for prompt in PROMPTS]
     with Engine(target, load_drafter("none", target=target)) as engine:
-        answers = engine.generate(prompts, SamplingParams(max_new_tokens=HOW.max_new_tokens))
+        answers = engine.generate(prompts, SamplingParams(max_new_tokens=RESPONSE_TOKENS))
     return [(torch.tensor([*p, *a.token_ids]), len(p)) for p, a in zip(prompts, answers, strict=True)]
 
 
@@ -135,7 +135,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 
 
 def diagnosis(target: Target, folder: Path) -> Diagnosis:
-    return examine(target, folder, PROMPTS, HOW)
+    return examine(target, folder, PROMPTS, RESPONSE_TOKENS)
 
 
 def swap(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:

@@ -25,18 +25,18 @@ from blockdraft.types import Drafting, SamplingParams
 BATCH_SIZE = 4
 ANCHORS = 48  # evenly spaced in each response, at which each check drafts
 # A check is clearly better if its gain in right draft tokens exceeds all three:
-SURE = 4.0  # standard errors of the gain
-GAIN = 0.1  # of the right draft tokens of the first check
-LEAST = 0.05  # right draft tokens
-NOTHING = 0.1  # S_1 below which a drafter does not know this target
-ALIKE = 0.9  # minimum share of steps in which decoding accepts as many tokens as the drafter gets right
+MIN_ERRORS = 4.0  # standard errors of the gain
+MIN_GAIN = 0.1  # of the right draft tokens of the first check
+MIN_RIGHT = 0.05  # right draft tokens
+MIN_FIRST_ACCEPTANCE = 0.1  # S_1 below which a drafter does not know this target
+MIN_AGREEMENT = 0.9  # minimum share of steps in which decoding accepts as many tokens as the drafter gets right
 
 # Called with the check in words, the number of checks done, and their total.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Tried:
+class CheckResult:
     """The result of a check.
 
     Attributes:
@@ -71,14 +71,14 @@ class Diagnosis:
     decoded: tuple[float, ...]
     own: tuple[float, ...]
     alike: float
-    tried: tuple[Tried, ...]
+    tried: tuple[CheckResult, ...]
     fault: str | None
     finding: str
     remedy: str
 
 
 @dataclass(frozen=True)
-class Answered:
+class DecodedPrompt:
     """A prompt with its response.
 
     Attributes:
@@ -129,7 +129,7 @@ def examine(
         runs.append(checker.right(check, texts).cumprod(dim=1))
     progress("compared", len(checks), len(checks))
     tried = tuple(
-        Tried(
+        CheckResult(
             fault=check.fault,
             assumption=check.assumption,
             accepted=float(run.sum(1).double().mean()),
@@ -181,7 +181,7 @@ def conclude(
     for check, run in zip(checks[1:], runs[1:], strict=True):
         gains = run.sum(1).double() - usual
         gain, error = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
-        if gain > max(SURE * error, GAIN * float(usual.mean()), LEAST):
+        if gain > max(MIN_ERRORS * error, MIN_GAIN * float(usual.mean()), MIN_RIGHT):
             better.append((gain, check))
     if better:
         best = max(gain for gain, _ in better)
@@ -189,13 +189,13 @@ def conclude(
         now = float(usual.mean())
         finding = f"The drafter gets {now:.2f} tokens right on average, and {now + gain:.2f} with {check.assumption}."
         return check.fault, finding, check.remedy
-    if alike < ALIKE and sum(decoded) < (1 - GAIN) * sum(own):
+    if alike < MIN_AGREEMENT and sum(decoded) < (1 - MIN_GAIN) * sum(own):
         finding = (
             f"Decoding accepted {sum(decoded)} draft tokens in {len(own)} steps, and the drafter alone gets {sum(own)} "
             "right in the same steps."
         )
         return "decoding", finding, "This is a bug of blockdraft; please report it with the pair."
-    if float(runs[0][:, 0].double().mean()) < NOTHING:
+    if float(runs[0][:, 0].double().mean()) < MIN_FIRST_ACCEPTANCE:
         finding = "The drafter gets almost nothing right under any check: it is for another target, or not trained."
         remedy = "Use the target that it was trained for, or make a drafter for this target (blockdraft fit)."
         return "target", f"{finding} {other_target}" if other_target else finding, remedy
@@ -203,7 +203,7 @@ def conclude(
     return None, finding, other_target or ""
 
 
-def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: int) -> list[Answered]:
+def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: int) -> list[DecodedPrompt]:
     """Decode prompts greedily, with chains as long as the drafter's block."""
     encoded = [encode(prompt, target) for prompt in prompts]
     with Engine(target, load_drafter(drafter, target=target), BATCH_SIZE, Drafting(block_size=None)) as engine:
@@ -217,7 +217,7 @@ def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: 
             steps.append((anchor, drafted, committed - 1))
             anchor += committed
         text = torch.tensor([*prompt, *completion.token_ids])
-        answers.append(Answered(tokens=text, first=len(prompt), steps=tuple(steps[:-1])))
+        answers.append(DecodedPrompt(tokens=text, first=len(prompt), steps=tuple(steps[:-1])))
     return answers
 
 
