@@ -72,21 +72,21 @@ class ShortConvolution(nn.Module):
         weight: Weight in the checkpoint, `[H, 1, kernel]`.
 
     Attributes:
-        taps: Weights by distance, `[kernel, H]` in float32 or wider; the first are those of the token itself.
+        kernel: Weights by distance, `[kernel, H]` in float32 or wider; the first row is that of the token itself.
     """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.taps: Tensor
+        self.kernel: Tensor
         wide = torch.promote_types(weight.dtype, torch.float32)
-        self.register_buffer("taps", weight[:, 0].T.flip(0).to(wide).contiguous())
+        self.register_buffer("kernel", weight[:, 0].T.flip(0).to(wide).contiguous())
 
     def forward(self, x: Tensor, memory: ConvolutionMemory) -> Tensor:
         """Map projected inputs of R nodes, `[R, 3 * H]`, to `[R, H]`, and write the convolution's inputs."""
         gate, out_gate, value = x.chunk(3, dim=-1)
         inputs, window = gate * value, memory.window
         memory.inputs[window.slots] = inputs[: len(window.slots)].to(memory.inputs.dtype)
-        total = inputs * self.taps[0]
-        for slots, is_token, tap in zip(window.before, window.is_token, self.taps[1:], strict=True):
-            total += memory.inputs[slots].masked_fill(~is_token, 0) * tap
+        total = inputs * self.kernel[0]
+        for slots, is_token, weight in zip(window.before, window.is_token, self.kernel[1:], strict=True):
+            total += memory.inputs[slots].masked_fill(~is_token, 0) * weight
         return total.to(x.dtype) * out_gate
