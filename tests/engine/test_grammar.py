@@ -404,14 +404,14 @@ def test_the_tokenizer_is_read_once(target: Target, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("yaml", "x", "kind must be one of json_schema, .*, got 'yaml'"),
+        ("yaml", "x", "kind must be 'json_schema', .*, got 'yaml'"),
         ("regex", "", "of kind regex needs a text"),
         ("json_object", "{}", "takes no text"),
-        ("regex", 5, "must be a string, got 5"),
+        ("regex", 5, "text must be a text, got 5"),
     ],
 )
 def test_bad_grammars(kind: Any, text: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Grammar(kind, text)
-    with pytest.raises(UsageError, match="must be a Grammar or None"):
+    with pytest.raises(UsageError, match="must be an instance of Grammar"):
         SamplingParams(grammar="[a-z]")  # type: ignore[arg-type]
