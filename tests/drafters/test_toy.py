@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from blockdraft.tools.doctor.settings import DoctorSettings
 from safetensors.torch import load_file
 from training_fixtures import interrupted_at
 
@@ -17,7 +18,6 @@ from blockdraft.formats import layouts
 from blockdraft.plugins import FOLDERS
 from blockdraft.settings import read_settings
 from blockdraft.tools.doctor.examine import examine
-from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.tools.inspect import inspect
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export

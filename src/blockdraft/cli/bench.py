@@ -69,7 +69,7 @@ class BenchSettings(MethodSettings):
     """What `blockdraft bench` measures and writes."""
 
     prompts: Files = Field((), description=PROMPTS)
-    out: Results = Field(None, description="Folder for results.json.")
+    out: Results = Field(None, description="Folder for results.json and results.png.")
     profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         False, description="Decode once more, and show where the time of a step goes."
     )
