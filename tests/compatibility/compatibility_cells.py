@@ -71,7 +71,10 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-NATIVE_ONLY = {"compiled for a CPU": {"qwen3_5_text"}, "jax": {"phi3", "qwen3_moe", "qwen3_5_text", "lfm2", "lfm2_moe"}}
+NATIVE_ONLY = {
+    "compiled for a CPU": {"gemma4_text", "qwen3_5_text"},
+    "jax": {"gemma4_text", "phi3", "qwen3_moe", "qwen3_5_text", "lfm2", "lfm2_moe"},
+}
 
 
 class Cell(NamedTuple):

@@ -73,6 +73,33 @@ CONVOLUTION_KEYS = {
 }
 
 
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [NEAR, FAR, NEAR, FAR, NEAR, FAR],
+    "sliding_window": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        NEAR: {"rope_type": "default", "rope_theta": 50.0},
+        FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0},
+    },
+}
+GEMMA4_KEYS = {
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.sliding_window": 4,
+    "attention.sliding_window_pattern": [True, False] * 3,
+    "final_logit_softcapping": 3.0,
+    "rope.dimension_count": 32,
+    "rope.freq_base_swa": 50.0,
+}
+GEMMA4_FACTORS = {"rope_freqs.weight": np.array([1] * 4 + [1e30] * 12, np.float32)}
+
+
 def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
     """What llama.cpp's converter writes for the rotary embeddings of Llama 3, with frequencies 1 to 4 in between."""
     waves = 2 * math.pi * theta ** (torch.arange(0, size, 2).double() / size)
@@ -177,6 +204,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         },
         {},
     ),
+    "gemma4_text": (
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+        },
+        GEMMA4_KEYS
+        | {
+            "attention.shared_kv_layers": 2,
+            "embedding_length_per_layer_input": 8,
+        },
+        GEMMA4_FACTORS,
+    ),
+    "gemma4_text-keys": (
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+        GEMMA4_KEYS | {"attention.head_count_kv": [2, 1] * 3, "embedding_length_per_layer_input": 0},
+        GEMMA4_FACTORS,
+    ),
     "granite": (
         {
             "head_dim": 8,
@@ -237,6 +283,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
 
 def model_of(name: str, **differences: Any) -> PreTrainedModel:
     fields = SMALL | MODELS[name][0] | differences
+    if "hidden_size_per_layer_input" in fields:
+        fields["vocab_size_per_layer_input"] = fields["vocab_size"]
     return tiny(AutoConfig.for_model(name.partition("-")[0], **fields))
 
 

@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "mistral": "llama",
     "lfm2_moe": "lfm2moe",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35",
@@ -78,15 +79,16 @@ def write_gguf(
     config: Any = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=shard_tensors)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = config.to_dict() if arch == "gemma4" else vars(config)  # they differ from layer to layer
+    head_dim = sizes.get("head_dim") or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     values = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": inner_sizes(config),
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": sizes["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
@@ -112,7 +114,7 @@ def write_gguf(
         data = tensor.float().numpy()
         if arch in ("llama", "granite", "smollm3") and (".q_proj." in name or ".k_proj." in name):
             data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             data = data + 1
         kind = kinds if isinstance(kinds, str) else next((k for part, k in kinds.items() if part in theirs), "F32")
         exact = data.ndim == 1 or any(part in theirs for part in ("gate_inp", "conv1d", "shortconv.conv"))
@@ -125,12 +127,19 @@ def write_gguf(
     writer.close()
 
 
+def inner_sizes(config: Any) -> int | list[int]:
+    """Return the inner size of all layers, or of each one if they differ."""
+    size: int = config.intermediate_size
+    shared = config.num_kv_shared_layers if getattr(config, "use_double_wide_mlp", False) else 0
+    return [size] * (config.num_hidden_layers - shared) + [2 * size] * shared if shared else size
+
+
 def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Tensors as llama.cpp's converter names and shapes them."""
     for name, tensor in model.state_dict().items():
         if model.config.model_type == "qwen3_5_text":
             name, tensor = as_qwen35(model.config, name, tensor)
-        name = name.replace(".expert_bias", ".expert_bias.bias")
+        name = name.replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)
             yield name.replace("gate_up_proj", "gate_proj.weight"), gate
@@ -216,6 +225,6 @@ def tiny(config: Any, seed: int = 0) -> PreTrainedModel:
             else:
                 weight.copy_(config.initializer_range * drawn)
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "layer_scalar")):
                 buffer += 0.2 * torch.from_numpy(random.standard_normal(buffer.shape, dtype=np.float32))
     return model.eval()

@@ -24,7 +24,7 @@ from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
 
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
-QUICK_FAMILIES = [name for name in MODELS if not name.startswith("lfm2") and "-" not in name]
+QUICK_FAMILIES = [name for name in MODELS if not name.startswith(("gemma4", "lfm2")) and "-" not in name]
 QUICK = ("gemma2", "bfloat16")  # windows, a soft-cap, and many near ties
 EVERY_MODEL = [  # of the wide ones every two of name, dtype and backend meet in `make test`
     *thinned(WIDE, ("bfloat16", "float32"), ("native", "hf"), keep=2, marks=LONG),

@@ -23,7 +23,17 @@ def write(folder: Path, name: str, **differences: Any) -> Path:
     return folder / "m.gguf"
 
 
-UNWRITABLE = ("phi3-long", "lfm2", "lfm2_moe", "qwen2_moe", "qwen2_moe-old", "qwen3_moe", "qwen3_5_text")
+UNWRITABLE = (
+    "phi3-long",
+    "gemma4_text",
+    "gemma4_text-keys",
+    "lfm2",
+    "lfm2_moe",
+    "qwen2_moe",
+    "qwen2_moe-old",
+    "qwen3_moe",
+    "qwen3_5_text",
+)
 WRITABLE = [name for name in MODELS if name not in UNWRITABLE]
 
 

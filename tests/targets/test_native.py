@@ -37,7 +37,7 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-UNCOMPILED = ("llama-gelu", "qwen3_5_text")  # those that cannot be
+UNCOMPILED = ("llama-gelu", "qwen3_5_text", "gemma4_text")  # those that cannot be
 
 
 def rotary(**parameters: Any) -> dict[str, Any]:
@@ -49,6 +49,18 @@ CONVOLUTIONS = {
     "norm_eps": 1e-3,
     "block_multiple_of": 8,
     "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+}
+
+
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "global_head_dim": 24,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
 }
 
 
@@ -83,6 +95,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.5,
         "logits_scaling": 4.0,
     },
+    "gemma4_text": SMALL
+    | GEMMA4
+    | {
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 61,
+    },
+    "gemma4_text-keys": SMALL
+    | GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     "lfm2": SMALL | CONVOLUTIONS,
     "lfm2-odd": SMALL
     | CONVOLUTIONS
@@ -180,7 +203,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, mean=0.2 * (parameter.ndim == 1), std=0.25)
             for name_of_buffer, buffer in model.named_buffers():
-                if name_of_buffer.endswith("expert_bias"):
+                if name_of_buffer.endswith(("expert_bias", "layer_scalar")):
                     torch.nn.init.normal_(buffer)
         made[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(made[name])

@@ -11,12 +11,19 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.nn.attention import ExactAttention
-from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_config import (
+    LAYER_INPUT_NORM,
+    LAYER_INPUT_PROJECTION,
+    LAYER_INPUT_TABLE,
+    DecoderConfig,
+)
 from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm, Read, ReadFused, joining, plain
 from blockdraft.nn.delta_net import GatedDeltaNet
+from blockdraft.nn.mixed_layer import MixedLayer
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.short_convolution import ShortConvolution
 
@@ -24,11 +31,16 @@ from blockdraft.nn.short_convolution import ShortConvolution
 def rope_frequencies(config: DecoderConfig) -> Tensor:
     """Return the frequencies [-f, f] of each of `config.ropes`, `[ropes, R]` for the R rotated channels of a head.
 
+    Rows of heads of fewer channels are padded.
     The sines of both halves then have the signs that a rotation needs. They are always float32, because bfloat16 cannot
     distinguish neighbouring positions.
     """
-    halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
-    return torch.cat([-halves, halves], dim=1)
+    rows = []
+    for rope in config.ropes:
+        own = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
+        rows.append(torch.cat([-own, own]))
+    longest = max(map(len, rows))
+    return torch.stack([F.pad(row, (0, longest - len(row))) for row in rows])
 
 
 def rope_angles(
@@ -37,7 +49,7 @@ def rope_angles(
     """Return cosines and signed sines `[B, N, 1, R]` of positions `[B, N]`, for each of `config.ropes`."""
     tables = []
     for rope, own in zip(config.ropes, frequencies, strict=True):
-        angles = (positions.unsqueeze(-1) * own).unsqueeze(-2)
+        angles = (positions.unsqueeze(-1) * own[: 2 * len(rope.inverse_frequencies)]).unsqueeze(-2)
         cos, sin = angles.cos(), angles.sin()
         if rope.scale != 1:
             cos, sin = cos * rope.scale, sin * rope.scale
@@ -62,7 +74,12 @@ class Decoder(nn.Module):
         self.config = config
         fused = fused or joining(read)
         self.embedding = PackedLinear(fused(["model.embed_tokens.weight"]))
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, read, fused) for layer in range(len(config.layers)))
+        made = MixedLayer if config.mixed else DecoderLayer
+        self.layers = nn.ModuleList(made(config, layer, read, fused) for layer in range(len(config.layers)))
+        if config.layer_input_size:
+            self.input_table = PackedLinear(fused([LAYER_INPUT_TABLE]))
+            self.input_projection = PackedLinear(fused([LAYER_INPUT_PROJECTION]))
+            self.input_norm = Norm(config, [plain(read(LAYER_INPUT_NORM))])
         self.norm = Norm(config, [plain(read(config.last_norm))])
         self.head = self.embedding if config.tied_head else PackedLinear(fused(["lm_head.weight"]))
         for module in self.modules():
@@ -141,8 +158,11 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         angles = rope_angles(config, self.frequencies, positions, x.dtype)
         outputs = []
-        for layer, store in zip(self.layers, stores, strict=True):
+        inputs = self.layer_inputs(tokens.reshape(-1), x) if config.layer_input_size else None
+        for number, (layer, store) in enumerate(zip(self.layers, stores, strict=True)):
             x = layer(x, angles, slots, masks, store)
+            if isinstance(layer, MixedLayer):
+                x = layer.finish(x, None if inputs is None else inputs[:, number])
             outputs.append(x)
         x = self.norm(x)
         outputs.append(x)
@@ -156,6 +176,21 @@ class Decoder(nn.Module):
         logits = self.logits(x).view(batch, -1, config.vocab_size)
         cap = config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap, hidden_states
+
+    def layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """Return what each layer adds for R tokens, `[R, layers, size]`.
+
+        Args:
+            tokens: `[R]` int64.
+            embedded: Their embeddings, scaled, `[R, H]`.
+        """
+        size = self.config.layer_input_size
+        projected = self.input_projection(embedded) * self.config.hidden_size**-0.5
+        projected = self.input_norm(projected.view(len(tokens), -1, size))
+        scale = float(torch.tensor(size**0.5, dtype=self.dtype))
+        own = self.input_table.lookup(tokens).view(len(tokens), -1, size) * scale
+        inputs: Tensor = (projected + own) * 2**-0.5
+        return inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[..., V]` of hidden states `[..., H]`, without soft-cap."""
@@ -178,6 +213,11 @@ class Decoder(nn.Module):
                         yield from ((name, tensor) for name, tensor in tensors if part in name)
             others = {name: layer.given[role] for role, name in self.config.norms(number).items()}
             yield from ((name, tensor) for name, tensor in (others | layer.others).items() if part in name)
+        if self.config.layer_input_size:
+            tables = {LAYER_INPUT_TABLE: self.input_table, LAYER_INPUT_PROJECTION: self.input_projection}
+            yield from ((name, table.weight) for name, table in tables.items() if part in name)
+            if part in LAYER_INPUT_NORM:
+                yield LAYER_INPUT_NORM, self.input_norm.given[0]
         if part in self.config.last_norm:
             yield self.config.last_norm, self.norm.given[0]
         if not self.config.tied_head and part in "lm_head.weight":

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+# Tensors of the embeddings that each layer of Gemma 4 adds.
+LAYER_INPUT_TABLE = "model.embed_tokens_per_layer.weight"
+LAYER_INPUT_PROJECTION = "model.per_layer_model_projection.weight"
+LAYER_INPUT_NORM = "model.per_layer_projection_norm.weight"
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -28,6 +33,13 @@ class LayerKind:
     routed: bool = False  # the decoder's `experts` are its MLP
     recurrent: bool = False  # the decoder's `delta_net` replaces attention; rope and window are unused
     convolved: bool = False  # a short convolution replaces attention; rope and window are unused
+    # Values of one layer that differ from the decoder's.
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    # In `mixed` decoders:
+    keys_of: int | None = None  # the earlier layer whose keys and values this one uses; None is its own
+    values_are_keys: bool = False  # values are the keys before their norm and rotation
 
     @property
     def attends(self) -> bool:
@@ -123,6 +135,9 @@ class DecoderConfig:
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # MLP of `routed` layers
     delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
+    mixed: bool = False  # layers are those of `nn.mixed_layer`
+    layer_input_size: int = 0  # size of each layer's own embedding of a token, in `mixed` decoders; 0 is none
+    layer_input_vocab: int = 0  # tokens in the table of these embeddings
     conv_kernel: int = 0  # tokens that the short convolutions of `convolved` layers read, the token itself included
     gated: bool = False  # attention's output has an elementwise gate, which is projected together with the query
     fused_names: bool = False  # the checkpoint has one matrix for q, k and v, and one for gate and up
@@ -134,8 +149,28 @@ class DecoderConfig:
 
         A decoder with such a part is not captured as a CUDA graph either.
         """
-        parts = {"routed experts": self.experts, "recurrent layers": self.delta_net}
-        return next((name for name, part in (parts | {"short convolutions": self.conv_kernel}).items() if part), None)
+        parts = {
+            "routed experts": self.experts,
+            "recurrent layers": self.delta_net,
+            "short convolutions": self.conv_kernel,
+            "layers of several shapes": self.mixed,
+        }
+        return next((name for name, part in parts.items() if part), None)
+
+    def head_dim_of(self, layer: int) -> int:
+        return self.layers[layer].head_dim or self.head_dim
+
+    def kv_heads_of(self, layer: int) -> int:
+        return self.layers[layer].num_kv_heads or self.num_kv_heads
+
+    @cached_property
+    def memories(self) -> dict[tuple[int, int], list[int]]:
+        """Layers with keys and values of their own, by number of key/value heads and size of a head."""
+        memories: dict[tuple[int, int], list[int]] = {}
+        for number, kind in enumerate(self.layers):
+            if kind.attends and kind.keys_of is None:
+                memories.setdefault((self.kv_heads_of(number), self.head_dim_of(number)), []).append(number)
+        return memories
 
     @cached_property
     def attention_layers(self) -> int:
@@ -178,11 +213,16 @@ class DecoderConfig:
         Each has a name without `.weight` or `.bias`, and a number of outputs.
         """
         prefix = f"model.layers.{layer}."
-        keys = self.num_kv_heads * self.head_dim
-        queries = self.num_heads * self.head_dim * (2 if self.gated else 1)
+        kind, head_dim = self.layers[layer], self.head_dim_of(layer)
+        keys = self.kv_heads_of(layer) * head_dim
+        queries = self.num_heads * head_dim * (2 if self.gated else 1)
         place, output, inputs = "self_attn", "o_proj", {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         if self.fused_names:
             inputs = {"qkv_proj": queries + 2 * keys}
+        if kind.keys_of is not None:
+            inputs = {"q_proj": queries}
+        elif kind.values_are_keys:
+            inputs = {"q_proj": queries, "k_proj": keys}
         delta_net = self.delta_net_of(layer)
         if delta_net is not None:
             place, output, inputs = "linear_attn", "out_proj", delta_net.inputs
@@ -206,6 +246,9 @@ class DecoderConfig:
             fused["shared_gate_up"] = tuple((name, experts.shared_size) for name in names)
             fused["shared_down"] = ((f"{shared}.down_proj", self.hidden_size),)
             fused["shared_gate"] = ((f"{shared}_gate", 1),)
+        if self.layer_input_size:
+            fused["input_gate"] = ((f"{prefix}per_layer_input_gate", self.layer_input_size),)
+            fused["input_projection"] = ((f"{prefix}per_layer_projection", self.hidden_size),)
         return {
             projection: tuple((self.spelled(name), outputs) for name, outputs in parts)
             for projection, parts in fused.items()
@@ -220,12 +263,15 @@ class DecoderConfig:
     def inner_size(self, layer: int) -> int:
         """Return the inner size of a layer's MLP, or of each of its experts."""
         experts = self.experts_of(layer)
-        return self.intermediate_size if experts is None else experts.intermediate_size
+        dense = self.layers[layer].intermediate_size or self.intermediate_size
+        return dense if experts is None else experts.intermediate_size
 
     def products(self) -> list[list[str]]:
         """Return the names of all matrices, grouped by product, in the order of their outputs."""
         tables = ["model.embed_tokens.weight"] if self.tied_head else ["model.embed_tokens.weight", "lm_head.weight"]
         fused = (parts for layer in range(len(self.layers)) for parts in self.projections(layer).values())
+        if self.layer_input_size:
+            tables += [LAYER_INPUT_TABLE, LAYER_INPUT_PROJECTION]
         return [*([table] for table in tables), *([f"{name}.weight" for name, _ in parts] for parts in fused)]
 
     def has_bias(self, layer: int, projection: str) -> bool:
@@ -247,7 +293,10 @@ class DecoderConfig:
                 "after_mlp": "post_feedforward_layernorm",
             }
         if self.qk_norm and self.layers[layer].attends:
-            names |= {"query": "self_attn.q_norm", "key": "self_attn.k_norm"}
+            names |= {"query": "self_attn.q_norm"}
+            names |= {"key": "self_attn.k_norm"} if self.layers[layer].keys_of is None else {}
+        if self.layer_input_size:
+            names["after_input"] = "post_per_layer_input_norm"
         return {role: self.spelled(f"{prefix}{name}.weight") for role, name in names.items()}
 
     def other_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
@@ -263,6 +312,8 @@ class DecoderConfig:
             shapes[f"{prefix}conv.conv.weight"] = (self.hidden_size, 1, self.conv_kernel)
         if experts is not None and experts.sigmoid:
             shapes[self.spelled(f"{prefix}mlp.expert_bias")] = (experts.count,)
+        if self.mixed:
+            shapes[f"{prefix}layer_scalar"] = (1,)
         return shapes
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -271,20 +322,27 @@ class DecoderConfig:
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
         if not self.tied_head:
             shapes["lm_head.weight"] = table
+        if self.layer_input_size:
+            width = len(self.layers) * self.layer_input_size
+            shapes[LAYER_INPUT_TABLE] = (self.layer_input_vocab, width)
+            shapes[LAYER_INPUT_PROJECTION] = (width, self.hidden_size)
+            shapes[LAYER_INPUT_NORM] = (self.layer_input_size,)
         for layer in range(len(self.layers)):
             delta_net = self.delta_net_of(layer)
-            attended = self.num_heads * self.head_dim if delta_net is None else delta_net.values
+            head_dim = self.head_dim_of(layer)
+            attended = self.num_heads * head_dim if delta_net is None else delta_net.values
             if self.layers[layer].convolved:
                 attended = self.hidden_size
             for projection, parts in self.projections(layer).items():
                 inner = {"down": self.inner_size(layer), "shared_down": self.experts.shared_size if self.experts else 0}
+                inner["input_projection"] = self.layer_input_size
                 inputs = {"output": attended, **inner}.get(projection, self.hidden_size)
                 for name, outputs in parts:
                     shapes[f"{name}.weight"] = (outputs, inputs)
                     if self.has_bias(layer, projection):
                         shapes[f"{name}.bias"] = (outputs,)
             for role, name in self.norms(layer).items():
-                shapes[name] = (self.head_dim if role in ("query", "key") else self.hidden_size,)
+                shapes[name] = (head_dim if role in ("query", "key") else self.hidden_size,)
             shapes |= self.other_tensors(layer)
         shapes[self.last_norm] = (self.hidden_size,)
         return shapes

@@ -124,7 +124,7 @@ class DecoderLayer(nn.Module):
         self.post_norms = config.post_norms
         for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
             setattr(self, role, Norm(config, [given[role]]))
-        if "query" in given:
+        if "query" in given and not config.mixed:
             heads = (config.num_heads, config.num_kv_heads)
             self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
         self.others = others = {name: plain(read(name)) for name in config.other_tensors(number)}

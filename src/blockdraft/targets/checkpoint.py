@@ -268,19 +268,21 @@ def end_tokens(*sources: Any) -> frozenset[int]:
 
 def head_size(config: AnyConfig) -> int:
     """Return the size of an attention head, or that of most layers if they differ (Gemma 4)."""
+    return _usual(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
+
+
+def _usual(config: AnyConfig, name: str) -> Any:
+    """Return a value of a configuration, or that of most layers if they differ; None if it is missing."""
     try:
-        size: int | None = getattr(config, "head_dim", None)
-    except RuntimeError:  # it differs between layers
-        size = config.to_dict()["head_dim"]
-    return size or int(config.hidden_size // config.num_attention_heads)
+        return getattr(config, name, None)
+    except RuntimeError:
+        return config.to_dict()[name]
 
 
 def drafter_shape(config: AnyConfig) -> dict[str, Any]:
     """Return `Target.shape` of a model's text configuration."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-    shape: dict[str, Any] = {
-        name: value for name in names if isinstance(value := getattr(config, name, None), int | float)
-    }
+    shape: dict[str, Any] = {name: value for name in names if isinstance(value := _usual(config, name), int | float)}
     heads = shape.get("num_attention_heads")
     if heads:
         shape.setdefault("num_key_value_heads", heads)

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.nn.functional as F
+
 from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Experts, LayerKind, Rope
 from blockdraft.nn.decoder_layer import ACTIVATIONS
-from blockdraft.nn.rotary import rotary_frequencies
+from blockdraft.nn.rotary import default_frequencies, rotary_frequencies
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.model_config import AnyConfig
 
@@ -54,13 +56,19 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise NotCovered(f"{config.model_type} is none of its families: {', '.join(FAMILIES)}")
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (
+        None,
+        False,
+        "vision",
+    ):  # text of the last is causal
         raise NotCovered("its attention is bidirectional")
     layers, differences = family.layers(config), family.differences(config)
     if not any(kind.attends for kind in layers):
         raise NotCovered("none of its layers has attention")
     heads: int = config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim: int = (
+        differences.pop("head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
     activation: str = differences.pop("activation", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise NotCovered(f"its activation {activation} is none of {', '.join(ACTIVATIONS)}")
@@ -71,7 +79,7 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
         hidden_size=config.hidden_size,
         intermediate_size=differences.pop("intermediate_size", None) or config.intermediate_size,
         num_heads=heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=differences.pop("num_kv_heads", None) or config.num_key_value_heads,
         head_dim=head_dim,
         layers=layers,
         norm_eps=differences.pop("norm_eps", None) or config.rms_norm_eps,
@@ -157,6 +165,37 @@ def convolved_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     return tuple(replace(kind, routed=number >= dense) for number, kind in enumerate(layers))
 
 
+def mixed_shape_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of Gemma 4. Those with full attention have larger heads, and the last use earlier keys."""
+    types, first_shared = list(config.layer_types), int(config.num_hidden_layers - config.num_kv_shared_layers)
+    layers = []
+    for number, kind in enumerate(types):
+        own: Any = config.per_layer_config[number]
+        parameters, size, full = config.rope_parameters[kind], int(own.head_dim), kind == "full_attention"
+        frequencies = default_frequencies(size, parameters["rope_theta"])
+        if parameters.get("rope_type", "default") == "proportional":
+            rotates = int(parameters.get("partial_rotary_factor", 1.0) * size // 2)
+            frequencies = F.pad(frequencies[:rotates], (0, size // 2 - rotates)) / parameters.get("factor", 1.0)
+        elif parameters.get("rope_type", "default") != "default":
+            raise NotCovered(f"its rotary embeddings are of the kind {parameters['rope_type']}")
+        shares = number >= first_shared
+        earlier = [other for other in range(first_shared) if types[other] == kind]
+        if shares and not earlier:
+            raise NotCovered(f"no layer has keys for its layer {number}")
+        layers.append(
+            LayerKind(
+                Rope(tuple(frequencies.tolist())),
+                None if full else config.sliding_window,
+                head_dim=size,
+                num_kv_heads=int(own.num_key_value_heads),
+                intermediate_size=config.intermediate_size * (2 if shares and config.use_double_wide_mlp else 1),
+                keys_of=earlier[-1] if shares else None,
+                values_are_keys=bool(config.attention_k_eq_v) and full and not shares,
+            )
+        )
+    return tuple(layers)
+
+
 def _by_type(config: AnyConfig, **kinds: Callable[[], LayerKind]) -> tuple[LayerKind, ...]:
     """Return layers by `layer_types`. Only kinds that occur are created."""
     unknown = set(config.layer_types) - set(kinds)
@@ -239,6 +278,26 @@ def _gemma2(config: AnyConfig) -> dict[str, Any]:
 
 def _gemma3(config: AnyConfig) -> dict[str, Any]:
     return _later_gemma(config) | {"qk_norm": True}  # transformers reads no cap of attention here
+
+
+def _gemma4(config: AnyConfig) -> dict[str, Any]:
+    """Add norms of values, factors on the outputs of layers, and an embedding of each layer."""
+    if config.enable_moe_block or config.attention_bias:
+        raise NotCovered("it has routed experts beside each MLP, or biases of attention")
+    last: Any = config.per_layer_config[config.num_hidden_layers - 1]
+    return {
+        "activation": config.hidden_activation,
+        "embedding_scale": config.hidden_size**0.5,
+        "final_softcap": config.final_logit_softcapping,
+        "head_dim": last.head_dim,
+        "layer_input_size": config.hidden_size_per_layer_input or 0,
+        "layer_input_vocab": config.vocab_size_per_layer_input,
+        "mixed": True,
+        "num_kv_heads": last.num_key_value_heads,
+        "post_norms": True,
+        "qk_norm": True,
+        "query_scale": 1.0,
+    }
 
 
 def _qwen2(config: AnyConfig) -> dict[str, Any]:
@@ -326,6 +385,7 @@ FAMILIES = {
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
     "gemma3_text": Family(mixed_layers, _gemma3),
+    "gemma4_text": Family(mixed_shape_layers, _gemma4, rotates_all=False, has_other_parts=True),
     "granite": Family(equal_layers, _granite),
     "lfm2": Family(convolved_layers, _lfm2),
     "lfm2_moe": Family(convolved_layers, _lfm2_moe),

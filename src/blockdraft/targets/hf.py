@@ -252,7 +252,11 @@ class HFTarget(CheckpointTarget):
         return _outputs({target_layer: self._can_capture[target_layer] for target_layer in target_layers})
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        biases = ((name, bias) for name, bias in self.model.named_buffers() if name.endswith(".expert_bias"))
+        biases = (
+            (name, bias)
+            for name, bias in self.model.named_buffers()
+            if name.endswith((".expert_bias", ".layer_scalar"))
+        )
         for name, weight in chain(self.model.named_parameters(), biases):
             family = self._config.model_type
             if family in ("qwen2_moe", "qwen3_moe", "lfm2_moe") and ".experts." in name:

@@ -169,7 +169,9 @@ class NativeTarget(CheckpointTarget):
         self.exact = False
         self.round_drafters = True
         self.can_truncate = decoder.config.delta_net is None  # a recurrent state cannot be truncated
-        self._group = decoder.config.num_heads // decoder.config.num_kv_heads
+        kinds = enumerate(decoder.config.layers)
+        # Query heads per key/value head, by window.
+        self._groups = {kind.window: decoder.config.num_heads // decoder.config.kv_heads_of(n) for n, kind in kinds}
 
     @property
     def running(self) -> str:
@@ -211,11 +213,11 @@ class NativeTarget(CheckpointTarget):
         return KVCache(batch, capacity) if self.can_truncate else RecurrentCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        config, slot = self.decoder.config, self.decoder.config.head_dim * self.dtype.itemsize
+        config, size, itemsize = self.decoder.config, self._slot_size, self.dtype.itemsize
         if self.compiled is not None:
-            library = self.compiled.library
-            slot = library.slot_size(config.head_dim) * library.store_dtype.itemsize
-        a_token = 2 * config.attention_layers * config.num_kv_heads * slot
+            itemsize = self.compiled.library.store_dtype.itemsize
+        memories = config.memories.items()
+        a_token = sum(2 * len(layers) * heads * size(head_dim) * itemsize for (heads, head_dim), layers in memories)
         a_token += config.convolved_layers * config.hidden_size * self._inputs_dtype.itemsize
         return batch * (capacity * a_token + _state_bytes(config, self.dtype))
 
@@ -230,14 +232,16 @@ class NativeTarget(CheckpointTarget):
         if self.compiled is not None:
             return self.compiled.workspace_bytes(batch, nodes, slots)
         config, scored = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
-        attention_widths = (5 if config.gated else 3) * config.num_heads * config.head_dim
+        head_dim = max(head_dim for _, head_dim in config.memories)
+        attention_widths = (5 if config.gated else 3) * config.num_heads * head_dim
+        attention_widths += len(config.layers) * config.layer_input_size * 3
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + attention_widths
         widths += 16 * config.hidden_size if config.convolved_layers else 0  # sums of convolutions are float32
         recurrent = _recurrent_bytes(config, self.dtype, batch, nodes)
         if self.exact:
-            attention = attention_bytes(config.num_heads, config.num_kv_heads, config.head_dim, slots)
+            attention = attention_bytes(config.num_heads, config.num_kv_heads, head_dim, slots)
             return scored * widths * self.dtype.itemsize + len(config.windows) * nodes * slots + attention + recurrent
-        masks = len(config.windows) * scored * self._group * slots
+        masks = len(config.windows) * scored * max(self._groups.values()) * slots
         scores = scored * config.num_heads * slots
         # Sequences at unequal distances are copied into a batch, in all layers.
         return (scored * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots) + recurrent
@@ -285,14 +289,18 @@ class NativeTarget(CheckpointTarget):
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         config, count = self.decoder.config, tokens.size(1)
-        size, like = config.head_dim, self.decoder.norm.given[0]
+        like = self.decoder.norm.given[0]
         if self.compiled is not None:
-            size, like = self.compiled.library.slot_size(size), torch.empty(0, dtype=self.compiled.library.store_dtype)
-        memory = cache.memory(config.attention_layers, 2 * config.num_kv_heads, size, like)
+            like = torch.empty(0, dtype=self.compiled.library.store_dtype)
+        memories = [
+            cache.memory(len(layers), 2 * heads, self._slot_size(head_dim), like, kind)
+            for kind, ((heads, head_dim), layers) in enumerate(config.memories.items())
+        ]
+        memory = memories[0]
         inputs = None  # of short convolutions
         if config.convolved_layers:
             inputs_like = like.new_empty(0, dtype=self._inputs_dtype)
-            inputs = cache.memory(config.convolved_layers, 1, config.hidden_size, inputs_like, kind=1)
+            inputs = cache.memory(config.convolved_layers, 1, config.hidden_size, inputs_like, len(memories))
         with self.lock:
             if self.compiled is not None:
                 return TargetOutput(
@@ -305,7 +313,7 @@ class NativeTarget(CheckpointTarget):
                 cache.leave(lambda row, nodes: [recurrence.after(row, nodes) for recurrence in recurrent.values()])
             if self.exact:
                 windows_of_pieces = None if window is None else _pieces(window, tokens.numel())
-                run = partial(self._run_piece, memory, recurrent, inputs, windows_of_pieces, target_layers)
+                run = partial(self._run_piece, memories, recurrent, inputs, windows_of_pieces, target_layers)
                 windows = self.decoder.config.windows
                 return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
             if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
@@ -319,17 +327,18 @@ class NativeTarget(CheckpointTarget):
                             tokens, depths(padded), within, cache.lengths, store, target_layers
                         )
                         return TargetOutput(*outputs)
-            store, is_memory = cache.view(memory, count)
+            views = [cache.view(memory, count) for memory in memories]
             positions, slots, masks = self._layout(parents, cache.lengths)
-            stores = self._memories(store, recurrent, inputs, window)
+            stores = self._memories([store for store, _ in views], recurrent, inputs, window)
             output = TargetOutput(*self.decoder(tokens, positions, slots, masks, stores, target_layers, logits_at))
-            if not is_memory:
-                cache.put(memory, store, count)
+            for memory, (store, is_memory) in zip(memories, views, strict=True):
+                if not is_memory:
+                    cache.put(memory, store, count)
             return output
 
     def _run_piece(
         self,
-        memory: Tensor,
+        memories: Sequence[Tensor],
         recurrent: Mapping[int, DeltaRecurrence],
         inputs: Tensor | None,
         convolution_windows: Iterator[ConvolutionWindow] | None,
@@ -342,7 +351,7 @@ class NativeTarget(CheckpointTarget):
         masks = [attention[window] for window in self.decoder.config.windows]
         none = None if has_logits else tokens.new_empty(0)
         window = None if convolution_windows is None else next(convolution_windows)
-        stores = self._memories(memory.unsqueeze(1), recurrent, inputs, window)
+        stores = self._memories([memory.unsqueeze(1) for memory in memories], recurrent, inputs, window)
         outputs: tuple[Tensor, Tensor | None] = self.decoder(
             tokens, positions, positions, masks, stores, target_layers, none
         )
@@ -350,20 +359,25 @@ class NativeTarget(CheckpointTarget):
 
     def _memories(
         self,
-        store: Tensor,
+        stores: Sequence[Tensor],
         recurrent: Mapping[int, DeltaRecurrence],
         inputs: Tensor | None,
         window: ConvolutionWindow | None,
     ) -> Sequence[Memory]:
         """Return the memory of each layer: its part of the store, its recurrence, or the inputs of its convolution."""
-        stores = iter(store.unbind(0))
-        if inputs is None or window is None:
-            return [recurrent[layer] if layer in recurrent else next(stores) for layer in range(self.num_layers)]
-        own_inputs = iter(inputs[:, 0].unbind(0))
-        return [
-            ConvolutionMemory(next(own_inputs), window) if kind.convolved else next(stores)
-            for kind in self.decoder.config.layers
-        ]
+        config = self.decoder.config
+        memories: dict[int, Memory] = dict(recurrent)
+        for layers, store in zip(config.memories.values(), stores, strict=True):
+            memories |= zip(layers, store.unbind(0), strict=True)
+        if inputs is not None and window is not None:
+            convolved = [number for number, kind in enumerate(config.layers) if kind.convolved]
+            own_inputs = zip(convolved, inputs[:, 0].unbind(0), strict=True)
+            memories |= {number: ConvolutionMemory(own, window) for number, own in own_inputs}
+        owners = (number if kind.keys_of is None else kind.keys_of for number, kind in enumerate(config.layers))
+        return [memories[owner] for owner in owners]
+
+    def _slot_size(self, head_dim: int) -> int:
+        return head_dim if self.compiled is None else self.compiled.library.slot_size(head_dim)
 
     @property
     def _inputs_dtype(self) -> torch.dtype:
@@ -387,21 +401,25 @@ class NativeTarget(CheckpointTarget):
             positions = positions[:, :1] + send(depths(parents), self.device)
         # Without a window, a single node on sequences of one length, or a chain on empty sequences, needs no mask.
         unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and config.attention_softcap is None))
-        masks: dict[int | None, Tensor | None] = {}  # by window; None is full attention
-        for window in config.windows:
-            reached = window if window is not None and window < end else None
-            if reached not in masks:
+        # By window, of which None is full attention, and query heads per key/value head.
+        masks: dict[tuple[int | None, int], Tensor | None] = {}
+        keys = [
+            (window if window is not None and window < end else None, self._groups[window]) for window in config.windows
+        ]
+        for reached, group in keys:
+            if (reached, group) not in masks:
                 alone = reached is None and unmasked
-                masks[reached] = None if alone else self._mask(parents, positions, lengths, reached)
-            masks[window] = masks[reached]
-        return positions, slots, [masks[window] for window in config.windows]
+                masks[reached, group] = None if alone else self._mask(parents, positions, lengths, reached, group)
+        return positions, slots, [masks[key] for key in keys]
 
-    def _mask(self, parents: Tensor, positions: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
+    def _mask(
+        self, parents: Tensor, positions: Tensor, lengths: Sequence[int], window: int | None, group: int
+    ) -> Tensor:
         within = send(tree_mask(parents), self.device)
         if window is None and len(set(lengths)) == 1:  # all nodes attend to the same committed tokens
-            return F.pad(grouped_mask(within, self._group, self.dtype), (lengths[0], 0))
+            return F.pad(grouped_mask(within, group, self.dtype), (lengths[0], 0))
         visible = visible_slots(lengths, within, positions.expand(parents.shape), window)
-        return grouped_mask(visible, self._group, self.dtype)
+        return grouped_mask(visible, group, self.dtype)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.decoder.named_weights()

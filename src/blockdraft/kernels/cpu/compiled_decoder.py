@@ -42,6 +42,8 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
         return f"it does not know the activation {config.activation}"
     if config.delta_net is not None:
         return "it does not know recurrent layers"
+    if config.mixed:
+        return "it does not know layers of several shapes"
     experts = config.experts
     if experts is not None and (config.hidden_size % MOST_LANES or 2 * experts.intermediate_size % MOST_LANES):
         return f"sizes of its experts are no multiples of {MOST_LANES}"

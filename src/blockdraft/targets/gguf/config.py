@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "granite": "granite",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
@@ -46,6 +47,7 @@ CAUSAL_LMS = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
@@ -67,6 +69,7 @@ MIXTURES = ("lfm2moe", "qwen2moe", "qwen3moe")
 CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
 KV_HEADS = "attention.head_count_kv"
 SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
+LAYER_INPUTS = "per_layer_token_embd.weight"
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 Get = Callable[..., Any]  # takes a key without the architecture, and an optional default
@@ -92,7 +95,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         if f"{name}.{key}" not in metadata and not default:
             raise NotCovered(f"it lacks {name}.{key}")
         value = metadata.get(f"{name}.{key}", *default)
-        if isinstance(value, list) and key not in BY_LAYER:
+        if isinstance(value, list) and key not in BY_LAYER and name != "gemma4":
             if key == KV_HEADS and name in CONVOLVED:
                 value = [heads for heads in value if heads]
             if len(set(value)) != 1:
@@ -130,6 +133,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     window = get("attention.sliding_window", None)
     if name in ("gemma2", "gemma3"):
         fields |= gemma_fields(name, get, fields)
+    elif name == "gemma4":
+        fields |= gemma4_fields(file, get, fields)
     elif name == "phi3":
         fields |= phi3_fields(file, get, fields)
     elif name == "granite":
@@ -156,7 +161,7 @@ def describe_fitted(config: AnyConfig, decoder: DecoderConfig, file: GGUFFile) -
         config.attention_bias = decoder.qkv_bias
     if hasattr(config, "mlp_bias"):
         config.mlp_bias = decoder.mlp_bias
-    if ROPE_FACTORS in file.tensors:
+    if ROPE_FACTORS in file.tensors and not decoder.mixed:
         rope = long_rope(file.tensors[ROPE_FACTORS], config.max_position_embeddings, 1.0)
         config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **rope}
 
@@ -326,6 +331,62 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
         return specific | {"attn_logit_softcapping": get("attn_logit_softcapping", caps[0]) or None}
     near = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", ROPE_BASE)}
     return specific | {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": near}}
+
+
+def gemma4_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specific fields of Gemma 4, some of whose values differ from layer to layer."""
+    layers, near = fields["num_hidden_layers"], get("attention.sliding_window_pattern")
+    shared, size = get("attention.shared_kv_layers", 0), get("embedding_length_per_layer_input", 0)
+    if not isinstance(near, list) or len(near) != layers or near[-1] or not 0 <= shared < layers:
+        raise NotCovered("its last layer has a sliding window, or its layers are not named one by one")
+
+    def by_layer(key: str) -> list[int]:
+        value = fields[key]
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers:
+            raise NotCovered(f"it has {key} of {len(values)} of {layers} layers")
+        return values
+
+    heads, inner, first = by_layer("num_key_value_heads"), by_layer("intermediate_size"), layers - shared
+    of_near = {count for count, slides in zip(heads, near, strict=True) if slides} or {heads[-1]}
+    of_far = {count for count, slides in zip(heads, near, strict=True) if not slides}
+    double = shared > 0 and inner[-1] == 2 * inner[0]
+    expected = [inner[0]] * first + [inner[0] * (2 if double else 1)] * shared
+    if len(of_near) > 1 or len(of_far) > 1 or inner != expected:
+        raise NotCovered("layers of one kind differ in key/value heads or inner sizes")
+    values_are_keys = f"blk.{near.index(False)}.attn_v.weight" not in file.tensors
+    if of_near != of_far and not values_are_keys:
+        raise NotCovered("its layers differ in key/value heads, and have values of their own")
+    tables = [tensor.shape[0] for name, tensor in file.tensors.items() if name == LAYER_INPUTS]
+    if size and not tables:
+        raise NotCovered(f"it lacks {LAYER_INPUTS}")
+    share = 1.0
+    if ROPE_FACTORS in file.tensors:
+        factors = file.tensors[ROPE_FACTORS].read()
+        assert isinstance(factors, Tensor), "a vector"
+        share = float((factors == 1).float().mean())
+        if not ((factors == 1) | (factors > 1e20)).all():
+            raise NotCovered(f"its {ROPE_FACTORS} are neither 1 nor infinite")
+    full = fields["rope_parameters"] | {"rope_type": "proportional", "partial_rotary_factor": share}
+    return {
+        "attention_k_eq_v": values_are_keys,
+        "final_logit_softcapping": get("final_logit_softcapping", None) or None,
+        "global_head_dim": fields["head_dim"],
+        "head_dim": get("attention.key_length_swa"),
+        "hidden_size_per_layer_input": size,
+        "intermediate_size": inner[0],
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in near],
+        "num_global_key_value_heads": of_far.pop(),
+        "num_key_value_heads": of_near.pop(),
+        "num_kv_shared_layers": shared,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", ROPE_BASE)},
+        },
+        "sliding_window": get("attention.sliding_window"),
+        "use_double_wide_mlp": double,
+        "vocab_size_per_layer_input": tables[0] if size else fields["vocab_size"],
+    }
 
 
 def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:

@@ -21,10 +21,15 @@ from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 
+KEYS = ("attn_k", "attn_v", "attn_k_norm")  # parts that a layer with keys of another may hold, unused
 LOGARITHM = ".linear_attn.A_log"
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures that rotate neighbouring channels together
 # Parts of our names, and what the converter has for them.
-SHOWN = ((".dt_bias", ".dt_proj.bias"), (".expert_bias", ".expert_bias.bias"))
+SHOWN = (
+    (".dt_bias", ".dt_proj.bias"),
+    (".expert_bias", ".expert_bias.bias"),
+    (".layer_scalar", ".layer_scalar.weight"),
+)
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
 # For users who have only the file.
 REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
@@ -100,6 +105,10 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
     if architecture == "phi3" and SHORT_FACTORS in file.tensors:
         known |= {SHORT_FACTORS, LONG_FACTORS}
     strange = sorted(set(file.tensors) - known)
+    unused = {
+        f"blk.{n}.{part}.weight" for n, kind in enumerate(config.layers) if kind.keys_of is not None for part in KEYS
+    }
+    strange = [name for name in strange if name not in unused]
     if file.metadata.get(f"{architecture}.nextn_predict_layers"):
         mtp_head = f"blk.{len(config.layers)}."
         strange = [name for name in strange if not name.startswith(mtp_head)]
@@ -197,7 +206,7 @@ def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
         NotCovered: There is not one factor for each pair of a head's channels.
     """
     layers = config.layers
-    if ROPE_FACTORS in file.tensors:
+    if ROPE_FACTORS in file.tensors and not config.mixed:
         factors = file.tensors[ROPE_FACTORS].read()
         assert isinstance(factors, Tensor), "a vector"
         if factors.shape != (config.rotated // 2,):

@@ -126,18 +126,18 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
             problem = "does not name its pre-tokenization" if split is None else f"uses the pre-tokenization {split!r}"
             raise UnknownTokenizer(f"it {problem}; supported are {', '.join(sorted(SPLITS))}")
         tokenizer = of_bytes(vocab, metadata, SPLITS[split])
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         tokenizer = of_pieces(vocab, types, metadata)  # which may spell tokens differently
         vocab = dict(sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
     else:
-        raise UnknownTokenizer(f"it is of the kind {kind!r}; supported are gpt2 and llama")
+        raise UnknownTokenizer(f"it is of the kind {kind!r}; supported are gpt2, llama and gemma4")
     ends = set(end_ids(metadata))
     kinds = {token: TokenType.CONTROL if i in ends else types[i] for token, i in vocab.items()}
     for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
         own = [AddedToken(token, normalized=False, special=special) for token in vocab if kinds[token] == wanted]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(own)
     spelled = {name: special_token(metadata, key) for name, key in SPECIAL.items()}
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS)
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind != "gpt2" or split in WITH_BOS)
     bos = spelled["bos_token"] if adds_bos else None
     tokenizer.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
     from transformers import PreTrainedTokenizerFast
@@ -186,15 +186,19 @@ def post_processor(
 
 def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split) -> Tokenizer:
     """Return a byte-pair tokenizer, like GPT-2's."""
-    merges = []
-    for merge in metadata.get("tokenizer.ggml.merges") or ():
-        at = merge.find(" ", 1)
-        merges.append((merge[:at], merge[at + 1 :]))
-    tokenizer = Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(dict(vocab), merges_of(metadata), ignore_merges=split.whole))
     if split.composed:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer, tokenizer.decoder = split.pre_tokenizer(), decoders.ByteLevel()
     return tokenizer
+
+
+def merges_of(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    merges = []
+    for merge in metadata.get("tokenizer.ggml.merges") or ():
+        at = merge.find(" ", 1)
+        merges.append((merge[:at], merge[at + 1 :]))
+    return merges
 
 
 def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:
@@ -211,7 +215,10 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
     from transformers import GemmaTokenizer, LlamaTokenizer
     from transformers.tokenization_utils_base import generate_merges
 
-    merges = generate_merges(dict(vocab), scores)
+    if metadata.get("tokenizer.ggml.model") == "gemma4":
+        merges = merges_of(metadata)
+    else:
+        merges = generate_merges(dict(vocab), scores)
     # These classes would add the special tokens that they expect.
     names = {"unk_token": "<unk>", "bos_token": "<bos>" if gemma else "<s>", "eos_token": "<eos>" if gemma else "</s>"}
     names |= {"pad_token": "<pad>", "mask_token": "<mask>"} if gemma else {}
