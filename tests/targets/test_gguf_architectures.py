@@ -23,6 +23,12 @@ TWICE = {"hidden_size": 512, "head_dim": 128}  # two super-blocks a row
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"}  # much as Q4_K_M
 FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "granite": ("granite", MIXED, TWICE, {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"exps": "MXFP4", "": "Q8_0"},
+        {"num_local_experts": 9, "num_experts_per_tok": 3, "hidden_size": 192, "intermediate_size": 96},
+        MANY_KEYS | {"expert_feed_forward_length": 96},
+    ),
     "phi3": ("phi3", "Q8_0", {}, {}),
     "smollm3": ("smollm3", MIXED, {}, {}),
     "qwen2_moe": ("qwen2_moe", MIXED, MANY | SHARED, MANY_KEYS | SHARED_KEYS),

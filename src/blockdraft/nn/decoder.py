@@ -1,4 +1,4 @@
-"""One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
+"""One decoder for the Llama, Mistral, Qwen, Gemma and gpt-oss families, written for decoding speed.
 
 `DecoderConfig` holds the differences between families; tensors have the names of their checkpoints. The experts of a
 layer are one tensor, which is read, named and stored like any other matrix. Some layers of hybrid models have a gated
@@ -174,6 +174,8 @@ class Decoder(nn.Module):
                         tensors = zip(names, whole.split(sizes), strict=True)
                         yield from ((name, tensor) for name, tensor in tensors if part in name)
             others = {name: layer.given[role] for role, name in self.config.norms(number).items()}
+            if layer.sinks is not None:
+                others[str(self.config.sinks_of(number))] = layer.sinks
             if layer.delta_net is not None:
                 others |= zip(self.config.delta_tensors(number), layer.delta_net.given.values(), strict=True)
             yield from ((name, tensor) for name, tensor in others.items() if part in name)

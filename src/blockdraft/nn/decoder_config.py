@@ -38,6 +38,18 @@ class Experts:
     intermediate_size: int
     normed: bool  # shares of the chosen ones sum to one
     shared_size: int = 0  # inner size of a further expert, which all tokens use behind a gate; 0 is none
+    biased: bool = False  # router and experts have biases
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation `(up + 1) * gate * sigmoid(alpha * gate)` of gpt-oss.
+
+    Gates above `limit` are clamped to it, and the absolute values of `up`, too.
+    """
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
+    sinks: bool = False  # softmax of attention has a further score for each head, without a key and a value
     qk_norm: bool = False  # RMS norms of each head's query and key, before they are rotated
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     post_norms: bool = False  # outputs of attention and MLP are normed too
@@ -114,6 +127,7 @@ class DecoderConfig:
     attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # MLP of `routed` layers
+    clamped: ClampedSwiGLU | None = None  # replaces `activation`
     delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
     gated: bool = False  # attention's output has an elementwise gate, which is projected together with the query
     fused_names: bool = False  # the checkpoint has one matrix for q, k and v, and one for gate and up
@@ -199,7 +213,12 @@ class DecoderConfig:
     def has_bias(self, layer: int, projection: str) -> bool:
         attends = not self.layers[layer].recurrent
         known = {"qkv": self.qkv_bias and attends, "output": self.output_bias and attends}
-        return known.get(projection, self.mlp_bias and not self.layers[layer].routed)
+        experts = self.experts_of(layer)
+        return known.get(projection, self.mlp_bias if experts is None else experts.biased)
+
+    def sinks_of(self, layer: int) -> str | None:
+        """Return the name of a layer's attention sinks, or None if it has none."""
+        return f"model.layers.{layer}.self_attn.sinks" if self.sinks and not self.layers[layer].recurrent else None
 
     def norms(self, layer: int) -> dict[str, str]:
         """Return the names of a layer's norms by role.
@@ -242,6 +261,8 @@ class DecoderConfig:
                         shapes[f"{name}.bias"] = (outputs,)
             for role, name in self.norms(layer).items():
                 shapes[name] = (self.head_dim if role in ("query", "key") else self.hidden_size,)
+            if (sinks := self.sinks_of(layer)) is not None:
+                shapes[sinks] = (self.num_heads,)
             shapes |= self.delta_tensors(layer)
         shapes["model.norm.weight"] = (self.hidden_size,)
         return shapes

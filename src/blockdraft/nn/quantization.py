@@ -32,6 +32,8 @@ MOST_GROUP = 65536  # largest group whose products compiled kernels add without 
 MOST_NESTED = 256  # most inputs that share a unit, for the same reason
 NESTED_BASE = 32  # added to 8-bit codes of nested factors
 PIECE = 1 << 20  # codes to interleave at once
+# Twice the values of the 4-bit floating-point numbers E2M1, by their bits.
+FLOAT4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,22 @@ class QuantizedWeight:
     """A quantized weight `[out, in]`.
 
     Args:
-        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset. With 8 bits and nested
-            factors from -32 to 31.
+        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset, or some of `FLOAT4`.
+            With 8 bits and nested factors from -32 to 31.
         scale: `[out, in / group]`. If it is nested, at most 256 inputs share a unit.
         offset: The same shape; None is 0. It is nested if the scale is, with as many units.
         bits: 4 or 8.
+        floating: Whether all codes are in `FLOAT4`. They have 4 bits, factors are not nested, and there is no offset.
     """
 
     codes: Tensor
     scale: Factors
     offset: Factors | None
     bits: int
+    floating: bool = False
 
     def __post_init__(self) -> None:
+        assert not self.floating or (self.bits == 4 and self.offset is None and isinstance(self.scale, Tensor))
         assert self.bits in (4, 8) and self.codes.dtype == torch.int8, (self.bits, self.codes.dtype)
         assert len(self.scale.shape) == 2 and self.scale.shape[0] == len(self.codes), (self.scale.shape, self.shape)
         assert self.codes.size(1) == self.scale.shape[1] * self.group, (self.scale.shape, self.codes.shape)
@@ -138,7 +143,7 @@ class QuantizedWeight:
         """Return the output channels with these indices, `[n]` int64."""
         scale = _map_factors(self.scale, lambda part: part[index])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[index])
-        return QuantizedWeight(self.codes[index], scale, offset, self.bits)
+        return QuantizedWeight(self.codes[index], scale, offset, self.bits, self.floating)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `quantized(x) @ weight.T`, `[n, in]` to `[n, out]` float32, as the compiled kernels do."""
@@ -216,7 +221,8 @@ def concatenate_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
     Mixed bit widths are widened, and group sizes are reduced to their greatest common divisor, so values stay exact.
     """
-    bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
+    floating, group = all(part.floating for part in parts), gcd(*(part.group for part in parts))
+    bits = max(8 if part.floating and not floating else part.bits for part in parts)
     shifted = any(part.offset is not None for part in parts)
     codes, offsets = [], list[Factors]()
     for part in parts:
@@ -230,7 +236,7 @@ def concatenate_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     offset = _concatenate_factors(offsets, times) if shifted else None
     if offset is not None and isinstance(scale, NestedFactors) != isinstance(offset, NestedFactors):
         scale, offset = narrow(scale.float()), narrow(offset.float())
-    return QuantizedWeight(torch.cat(codes), scale, offset, bits)
+    return QuantizedWeight(torch.cat(codes), scale, offset, bits, floating)
 
 
 def _concatenate_factors(parts: Sequence[Factors], times: Sequence[int]) -> Factors:
@@ -270,9 +276,10 @@ class InterleavedWeight:
 
     Args:
         codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`, from 0 to 63 with nested factors; with 4 bits
-            `[blocks, in / 8, lanes, 4]`, of each 8 inputs the first 4 in the low halves of bytes, from 0 to 15.
+            `[blocks, in / 8, lanes, 4]`, of each 8 inputs the first 4 in the low halves of bytes, from 0 to 15. If
+            `floating`, they are indices of `FLOAT4`.
         scale, offset: `[blocks, in / group, lanes]`, as in `QuantizedWeight`; units `[blocks, units, lanes]`.
-        bits: As in `QuantizedWeight`.
+        bits, floating: As in `QuantizedWeight`.
         outputs: Number of output channels. The last block is padded with zeros.
     """
 
@@ -281,6 +288,7 @@ class InterleavedWeight:
     offset: Factors | None
     bits: int
     outputs: int
+    floating: bool = False
 
     @classmethod
     def of(cls, weight: QuantizedWeight, lanes: int) -> InterleavedWeight:
@@ -290,7 +298,8 @@ class InterleavedWeight:
         words = torch.empty(blocks, inputs * weight.bits // 32, lanes, 4, dtype=torch.uint8)
         step, base = max(1, PIECE // (lanes * inputs)), _base(weight)
         for begin in range(0, blocks, step):  # pieces need little extra memory
-            codes = weight.codes[begin * lanes : (begin + step) * lanes] + base
+            codes = weight.codes[begin * lanes : (begin + step) * lanes]
+            codes = _float4_bits(codes) if weight.floating else codes + base
             assert base != NESTED_BASE or not bool((codes & -2 * NESTED_BASE).any()), "codes of over 6 bits"
             piece = F.pad(codes, (0, 0, 0, -len(codes) % lanes)).view(torch.uint8)
             if weight.bits == 4:
@@ -302,7 +311,7 @@ class InterleavedWeight:
         interleave = partial(_in_blocks, blocks=blocks, lanes=lanes)
         scale = _map_factors(weight.scale, interleave)
         offset = None if weight.offset is None else _map_factors(weight.offset, interleave)
-        return cls(words, scale, offset, weight.bits, count)
+        return cls(words, scale, offset, weight.bits, count, weight.floating)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name: "weight", "scale", and if present "scale_unit", "offset" and "offset_unit"."""
@@ -315,14 +324,16 @@ class InterleavedWeight:
         return tensors
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor], bits: int, outputs: int) -> InterleavedWeight:
+    def of_tensors(
+        cls, tensors: Mapping[str, Tensor], bits: int, outputs: int, floating: bool = False
+    ) -> InterleavedWeight:
         """Return the weight with these `tensors`."""
         scale, offset = (
             NestedFactors(tensors[name], tensors[f"{name}_unit"]) if f"{name}_unit" in tensors else tensors.get(name)
             for name in ("scale", "offset")
         )
         assert scale is not None
-        return cls(tensors["weight"], scale, offset, bits, outputs)
+        return cls(tensors["weight"], scale, offset, bits, outputs, floating)
 
     @property
     def group(self) -> int:
@@ -337,14 +348,23 @@ class InterleavedWeight:
         """Return the output channels with these indices, `[n]` int64."""
         block, lane = index // self.codes.size(2), index % self.codes.size(2)
         codes = self.codes[block, :, lane]
-        codes = (torch.stack([codes & 15, codes >> 4], 2) if self.bits == 4 else codes) - _base(self)
+        codes = torch.stack([codes & 15, codes >> 4], 2) if self.bits == 4 else codes
+        codes = FLOAT4[codes.int()] if self.floating else codes - _base(self)
         scale = _map_factors(self.scale, lambda part: part[block, :, lane])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[block, :, lane])
-        return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits)
+        return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits, self.floating)
 
     def weight(self) -> QuantizedWeight:
         """Return the weight unpacked."""
         return self.channels(torch.arange(self.outputs))
+
+
+def _float4_bits(codes: Tensor) -> Tensor:
+    """Return the indices of codes in `FLOAT4`, int8."""
+    most = int(FLOAT4.max())
+    bits = torch.zeros(2 * most + 1, dtype=torch.int8)
+    bits[FLOAT4.int() + most] = torch.arange(16, dtype=torch.int8)
+    return bits[codes.int() + most]
 
 
 def _base(weight: QuantizedWeight | InterleavedWeight) -> int:

@@ -6,14 +6,16 @@ Llama. Raise `NotCovered` for what these cannot express; transformers then runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Experts, LayerKind, Rope
+from blockdraft.formats.stored import Stored
+from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, DeltaNet, Experts, LayerKind, Rope
 from blockdraft.nn.decoder_layer import ACTIVATIONS
 from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.targets.base import NotCovered
+from blockdraft.targets.gpt_oss import gpt_oss_tensors
 from blockdraft.targets.model_config import AnyConfig
 
 # Rotary scalings whose frequencies do not depend on the sequence length, within the context.
@@ -30,18 +32,26 @@ class Family:
         rotates_all: Whether all channels of a head are rotated.
         has_other_parts: Whether models of this `..._text` family have other parts, such as a vision encoder, that are
             not part of the causal language model.
+        tensors: Returns the tensors of a checkpoint under our names, where theirs differ.
     """
 
     layers: Callable[[AnyConfig], tuple[LayerKind, ...]]
     differences: Callable[[AnyConfig], dict[str, Any]]
     rotates_all: bool = True
     has_other_parts: bool = False
+    tensors: Callable[[Mapping[str, Stored]], dict[str, Stored]] | None = None
 
 
 def text_part(config: AnyConfig) -> AnyConfig:
     """Return the configuration of a model's text part, or of the model if it has no other parts."""
     family = FAMILIES.get(f"{config.model_type}_text")
     return config.get_text_config() if family is not None and family.has_other_parts else config
+
+
+def own_tensors(config: AnyConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint under our names."""
+    family = FAMILIES.get(text_part(config).model_type)
+    return tensors if family is None or family.tensors is None else family.tensors(tensors)
 
 
 def decoder_config(config: AnyConfig) -> DecoderConfig:
@@ -135,6 +145,11 @@ def routed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
         )
         for number, kind in enumerate(layers)
     )
+
+
+def sparse_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of gpt-oss, all with routed experts."""
+    return tuple(replace(kind, routed=True) for kind in mixed_layers(config))
 
 
 def recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
@@ -257,6 +272,19 @@ def _qwen3_moe(config: AnyConfig) -> dict[str, Any]:
     return _qwen3(config) | {"experts": _experts(config)}
 
 
+def _gpt_oss(config: AnyConfig) -> dict[str, Any]:
+    """Add attention sinks, and experts with biases and a clamped activation."""
+    experts = Experts(
+        count=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        normed=True,
+        biased=True,
+    )
+    clamped = ClampedSwiGLU(float(getattr(config, "swiglu_alpha", 1.702)), float(getattr(config, "swiglu_limit", 7.0)))
+    return _biases(config) | {"sinks": True, "experts": experts, "clamped": clamped}
+
+
 def _qwen3_5(config: AnyConfig) -> dict[str, Any]:
     """Add a gate on the attention output, and gated delta nets."""
     if config.hidden_act != "silu":
@@ -275,6 +303,7 @@ FAMILIES = {
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
     "gemma3_text": Family(mixed_layers, _gemma3),
+    "gpt_oss": Family(sparse_layers, _gpt_oss, tensors=gpt_oss_tensors),
     "granite": Family(equal_layers, _granite),
     "llama": Family(equal_layers, _llama),
     "mistral": Family(windowed_layers, _mistral),

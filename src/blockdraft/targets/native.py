@@ -350,7 +350,8 @@ class NativeTarget(CheckpointTarget):
         if not is_line:
             positions = positions[:, :1] + send(depths(parents), self.device)
         # Without a window, a single node on sequences of one length, or a chain on empty sequences, needs no mask.
-        unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and config.attention_softcap is None))
+        is_plain = config.attention_softcap is None and not config.sinks
+        unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and is_plain))
         masks: dict[int | None, Tensor | None] = {}  # by window; None is full attention
         for window in config.windows:
             reached = window if window is not None and window < end else None

@@ -183,6 +183,7 @@ class CompiledDecoder(CompiledLayers):
             if config.qk_norm:  # one weight per head, equal for all queries and for all keys
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
+            own.sinks = None if layer.sinks is None else self._pointer(layer.sinks)
             own.window = config.layers[layer.number].window or 0
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
         self.lends_head = config.logit_scale == 1
@@ -195,6 +196,7 @@ class CompiledDecoder(CompiledLayers):
             experts = config.experts
             routing = {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
             routing |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
+        clamped = config.clamped
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,
@@ -213,6 +215,8 @@ class CompiledDecoder(CompiledLayers):
             attention_scale=config.query_scale,
             attention_cap=config.attention_softcap or 0.0,
             logit_cap=config.final_softcap or 0.0,
+            clamp_alpha=0.0 if clamped is None else clamped.alpha,
+            clamp_limit=0.0 if clamped is None else clamped.limit,
             **routing,
         )
 

@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
     "granite": "granite",
     "phi3": "phi3",
     "smollm3": "smollm3",
@@ -44,6 +45,7 @@ CAUSAL_LMS = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -59,7 +61,7 @@ GRANITE_SCALES = {
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
 PARTLY_ROTATED = ("phi3", "qwen35")  # architectures that may rotate a part of each head
-MIXTURES = ("qwen2moe", "qwen3moe")
+MIXTURES = ("gpt-oss", "qwen2moe", "qwen3moe")
 EXPERTS = "blk.0.ffn_gate_exps.weight"
 SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -132,6 +134,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         fields["attention_multiplier"] = get("attention.scale", 0.0) or head_dim**-0.5
     elif name == "qwen35":
         fields |= delta_net_fields(get, fields)
+    elif name == "gpt-oss":
+        fields |= gpt_oss_fields(get, fields)
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     if name in MIXTURES:
@@ -227,8 +231,28 @@ def delta_net_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def gpt_oss_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the windows of gpt-oss, and its rotary embeddings.
+
+    Files have no key for `truncate`. The model was trained without it, although llama.cpp truncates.
+    """
+    layers = fields["num_hidden_layers"]
+    return {
+        "sliding_window": get("attention.sliding_window"),
+        "layer_types": windowed_types(get("attention.sliding_window_pattern", 2), layers),
+        "rope_parameters": fields["rope_parameters"] | {"truncate": False},
+    }
+
+
+def windowed_types(pattern: int | list[bool], layers: int) -> list[str]:
+    """Return `layer_types` for a list of which layers have a window, or N: of each N layers, the last has none."""
+    if not isinstance(pattern, list):
+        pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
+    return ["sliding_attention" if near else "full_attention" for near in pattern[:layers]]
+
+
 def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen's mixtures of experts, all of whose layers have experts."""
+    """Return the fields of mixtures of experts, all of whose layers have experts."""
     count, chosen = get("expert_count"), get("expert_used_count")
     if EXPERTS not in file.tensors:
         raise NotCovered(f"it lacks {EXPERTS}")
@@ -240,6 +264,8 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     if get("expert_weights_scale", 0.0) not in (0.0, 1.0) or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX):
         raise NotCovered("its router does not choose by a softmax")
     inner = get("expert_feed_forward_length", 0) or fields["intermediate_size"] // chosen
+    if name == "gpt-oss":
+        return {"num_local_experts": count, "num_experts_per_tok": chosen, "intermediate_size": inner}
     routing = {
         "num_experts": count,
         "num_experts_per_tok": chosen,
@@ -273,13 +299,11 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
     second = name == "gemma2"
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     window = get("attention.sliding_window", GEMMA2_WINDOW if second else None)
-    pattern = get("attention.sliding_window_pattern", 2 if second else 6)
-    if not isinstance(pattern, list):  # of each `pattern` layers, the last has full attention
-        pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
+    pattern = get("attention.sliding_window_pattern", 2 if second else 6) if window else 1
     caps = GEMMA2_CAPS if second else (None, None)
     specific = {
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if window and near else "full_attention" for near in pattern],
+        "layer_types": windowed_types(pattern, layers),
         "query_pre_attn_scalar": fields["hidden_size"] // heads
         if layers == WIDE_GEMMA_LAYERS[name]
         else fields["head_dim"],

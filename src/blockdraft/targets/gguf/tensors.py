@@ -115,6 +115,8 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
             tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise NotCovered(f"{theirs} has the shape {list(tensor.shape)} instead of {list(shape)}")
+        if ours.endswith(".bias") and tensor.kind not in FLOATS:
+            raise NotCovered(f"{theirs} is of the type {tensor.kind} instead of {', '.join(FLOATS)}")
         weights[ours] = tensor if expert is None else tensor.part(int(expert[1]))
     expanded = set[str]()
     for layer in range(len(config.layers)):
@@ -147,10 +149,13 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
     """Return the names of a decoder's tensors in GGUF files of this architecture, by our names."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(kinds[architecture], len(config.layers))
-    shown = {
-        name: EXPERT.sub(".experts.", name).replace(".dt_bias", ".dt_proj.bias") for name in config.tensor_shapes()
-    }
-    return {name: known.get_name(other, (".weight", ".bias")) or name for name, other in shown.items()}
+    names = {}
+    for name in config.tensor_shapes():
+        theirs = EXPERT.sub(".experts.", name)
+        for own, other in ((".dt_bias", ".dt_proj.bias"), ("self_attn.sinks", "self_attn.sinks.weight")):
+            theirs = theirs.replace(own, other)
+        names[name] = known.get_name(theirs, (".weight", ".bias")) or name
+    return names
 
 
 def gguf_tensors(
