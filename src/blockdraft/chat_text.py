@@ -145,9 +145,10 @@ def _prepare(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def harmony_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the ids of `HARMONY` of a tokenizer for that format, and none of others."""
-    ids = cast("list[int | None]", tokenizer.convert_tokens_to_ids([*HARMONY, "<|return|>", "<|call|>"]))
-    known = {token for token in ids if token is not None}
-    return frozenset(known - {*ids[len(HARMONY) :]}) if len(known) == len(ids) else frozenset()
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    ids = [] if backend is None else [backend.token_to_id(token) for token in (*HARMONY, "<|return|>", "<|call|>")]
+    known = [token for token in ids if token is not None]
+    return frozenset(known[: len(HARMONY)]) if len(known) == len(ids) else frozenset()
 
 
 def _as_harmony(message: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-NATIVE_ONLY = {"compiled for a CPU": {"qwen3_5_text"}, "jax": {"phi3", "qwen3_moe", "qwen3_5_text"}}
+NATIVE_ONLY = {"compiled for a CPU": {"qwen3_5_text"}, "jax": {"gpt_oss", "phi3", "qwen3_moe", "qwen3_5_text"}}
 
 
 class Cell(NamedTuple):

@@ -81,12 +81,12 @@ class QuantizedWeight:
     """A quantized weight `[out, in]`.
 
     Args:
-        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset, or some of `FLOAT4`.
-            With 8 bits and nested factors from -32 to 31.
+        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset or if they are
+            `floating`. With 8 bits and nested factors from -32 to 31.
         scale: `[out, in / group]`. If it is nested, at most 256 inputs share a unit.
         offset: The same shape; None is 0. It is nested if the scale is, with as many units.
         bits: 4 or 8.
-        floating: Whether all codes are in `FLOAT4`. They have 4 bits, factors are not nested, and there is no offset.
+        floating: Whether codes are indices of `FLOAT4`. Then there are 4 bits, no nested scales, and no offset.
     """
 
     codes: Tensor
@@ -131,9 +131,14 @@ class QuantizedWeight:
         factors = self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
         return self.codes.numel() * self.bits // 8 + factors
 
+    @property
+    def integers(self) -> Tensor:
+        """The numbers `[out, in]` int8 that scales are multiplied with."""
+        return FLOAT4[self.codes.int()] if self.floating else self.codes
+
     def dequantize(self) -> Tensor:
         """Return the weight `[out, in]` in float32."""
-        codes = self.codes.float().unflatten(1, (-1, self.group))
+        codes = self.integers.float().unflatten(1, (-1, self.group))
         weight: Tensor = codes * self.scale.float().unsqueeze(-1)
         if self.offset is not None:
             weight = weight + self.offset.float().unsqueeze(-1)
@@ -150,13 +155,13 @@ class QuantizedWeight:
         codes, factor = quantize_inputs(x, self.sharing)
         if isinstance(self.scale, NestedFactors):
             return self._multiply_nested(codes.double().unflatten(1, (-1, self.sharing)), factor)
-        out = x.new_zeros(len(x), len(self.codes))
+        out, integers = x.new_zeros(len(x), len(self.codes)), self.integers
         own_scale, own_offset = self.scale.float(), None if self.offset is None else self.offset.float()
         for number in range(own_scale.size(1)):
             part = slice(number * self.group, (number + 1) * self.group)
             scale = factor[:, number, None]
             # Sums of integers below 2^24 are exact in float32.
-            sums = codes[:, part] @ self.codes[:, part].float().T
+            sums = codes[:, part] @ integers[:, part].float().T
             out = out + sums * (own_scale[:, number] * scale)
             if own_offset is not None:
                 out = out + own_offset[:, number] * (codes[:, part].sum(1, keepdim=True) * scale)
@@ -226,7 +231,7 @@ def concatenate_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     shifted = any(part.offset is not None for part in parts)
     codes, offsets = [], list[Factors]()
     for part in parts:
-        own, offset = part.codes, part.offset
+        own, offset = part.codes if floating else part.integers, part.offset
         if offset is None and bits == 4 and shifted:
             own, offset = own + 8, -8 * part.scale.float()
         codes.append(own)
@@ -298,8 +303,7 @@ class InterleavedWeight:
         words = torch.empty(blocks, inputs * weight.bits // 32, lanes, 4, dtype=torch.uint8)
         step, base = max(1, PIECE // (lanes * inputs)), _base(weight)
         for begin in range(0, blocks, step):  # pieces need little extra memory
-            codes = weight.codes[begin * lanes : (begin + step) * lanes]
-            codes = _float4_bits(codes) if weight.floating else codes + base
+            codes = weight.codes[begin * lanes : (begin + step) * lanes] + base
             assert base != NESTED_BASE or not bool((codes & -2 * NESTED_BASE).any()), "codes of over 6 bits"
             piece = F.pad(codes, (0, 0, 0, -len(codes) % lanes)).view(torch.uint8)
             if weight.bits == 4:
@@ -348,8 +352,7 @@ class InterleavedWeight:
         """Return the output channels with these indices, `[n]` int64."""
         block, lane = index // self.codes.size(2), index % self.codes.size(2)
         codes = self.codes[block, :, lane]
-        codes = torch.stack([codes & 15, codes >> 4], 2) if self.bits == 4 else codes
-        codes = FLOAT4[codes.int()] if self.floating else codes - _base(self)
+        codes = (torch.stack([codes & 15, codes >> 4], 2) if self.bits == 4 else codes) - _base(self)
         scale = _map_factors(self.scale, lambda part: part[block, :, lane])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[block, :, lane])
         return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits, self.floating)
@@ -359,18 +362,10 @@ class InterleavedWeight:
         return self.channels(torch.arange(self.outputs))
 
 
-def _float4_bits(codes: Tensor) -> Tensor:
-    """Return the indices of codes in `FLOAT4`, int8."""
-    most = int(FLOAT4.max())
-    bits = torch.zeros(2 * most + 1, dtype=torch.int8)
-    bits[FLOAT4.int() + most] = torch.arange(16, dtype=torch.int8)
-    return bits[codes.int() + most]
-
-
 def _base(weight: QuantizedWeight | InterleavedWeight) -> int:
     """Return the number that is added to codes where kernels need them to be 0 or more."""
     if weight.bits == 4:
-        return 8 if weight.offset is None else 0
+        return 8 if weight.offset is None and not weight.floating else 0
     return NESTED_BASE if isinstance(weight.scale, NestedFactors) else 0
 
 

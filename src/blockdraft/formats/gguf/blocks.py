@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4, NVFP4
 from torch import Tensor
 
-from blockdraft.nn.quantization import FLOAT4, Factors, NestedFactors, QuantizedWeight, narrow
+from blockdraft.nn.quantization import Factors, NestedFactors, QuantizedWeight, narrow
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
 PIECE = 1 << 22  # values of grid types that are expanded at once
@@ -144,18 +144,14 @@ def _iq4_xs(raw: Tensor) -> QuantizedWeight:
     return _weight(codes, (scales - 32) * _halves(raw[..., :2]).float(), None, 8)
 
 
-def _float4(numbers: Tensor, scale: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(FLOAT4[numbers.int()].flatten(1), scale.flatten(1), None, 4, floating=True)
-
-
 def _mxfp4(raw: Tensor) -> QuantizedWeight:
     scale = torch.from_numpy(MXFP4.e8m0_to_fp32_half(raw[..., :1].numpy()))
-    return _float4(_numbers(raw[..., 1:], 4, 16), narrow(scale))
+    return QuantizedWeight(_numbers(raw[..., 1:], 4, 16).flatten(1), narrow(scale).flatten(1), None, 4, floating=True)
 
 
 def _nvfp4(raw: Tensor) -> QuantizedWeight:
     scale = torch.from_numpy(NVFP4.ue4m3_to_fp32(raw[..., :4].numpy())).half()  # exact
-    return _float4(_numbers(raw[..., 4:], 4, 8), scale)
+    return QuantizedWeight(_numbers(raw[..., 4:], 4, 8).flatten(1), scale.flatten(1), None, 4, floating=True)
 
 
 def _by_grid(

@@ -14,7 +14,7 @@ import torch
 
 from blockdraft.formats.quantized.base import check, lazily, modules, part_of
 from blockdraft.formats.stored import Stored
-from blockdraft.nn.quantization import FLOAT4, QuantizedWeight, narrow
+from blockdraft.nn.quantization import QuantizedWeight, narrow
 
 GROUP = 32
 HALVED = 128  # subtracted from exponents: those are of the numbers of E2M1, and codes are twice as large
@@ -42,4 +42,4 @@ def _read(blocks: Stored, scales: Stored, expert: int, outputs: slice) -> Quanti
     octets, exponents = blocks.tensor()[expert, outputs], scales.tensor()[expert, outputs]
     codes = torch.stack([octets & 15, octets >> 4], -1).flatten(1)
     scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - HALVED)
-    return QuantizedWeight(FLOAT4[codes.int()], narrow(scale), None, 4, floating=True)
+    return QuantizedWeight(codes.view(torch.int8), narrow(scale), None, 4, floating=True)
