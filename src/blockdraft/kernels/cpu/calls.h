@@ -7,9 +7,10 @@
 #define DESCRIBED(S) S##_FIELDS(ENTRY, S) {#S, "", 0, sizeof(S)},
 
 /* weight: [blocks, inputs, LANES] of floats; with 8 bits [blocks, inputs / 4, LANES, 4]; with 4 bits [blocks,
-   inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes; FLOAT4 has no offset and no span. scale, and offset or null: [blocks,
+   inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes. scale, and offset or null: [blocks,
    inputs / group, LANES], each FLOAT32 or FLOAT16. If span is not 0 they are nested: INT8 times a unit, FLOAT16 [blocks,
-   inputs / group / span, LANES], and codes of 8 bits are from 0 to 63 and mean 32 less. bias: [blocks * LANES] or null. */
+   inputs / group / span, LANES], and codes of 8 bits are from 0 to 63 and mean 32 less. FLOAT4 has neither offset nor
+   span. bias: [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
     FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const void *, offset)           \
     FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \

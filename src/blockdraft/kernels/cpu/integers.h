@@ -290,7 +290,7 @@ INLINE codes of_4_bits(codes bits, const int KIND) {
 #ifdef PAIRS
 #define ONES ((shorts){} + 1)
 
-/* `group_sums` for at most AT_A_LOAD inputs. */
+/* `group_sums` for at most 32 inputs, or 16 of FLOAT4. */
 INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, ints *sums, const int KIND, const int R) {
     const int BITS = BITS_OF(KIND);
     shorts pairs[8]; /* with 4 bits: 16 bits hold twice 8 products of at most 15 * 127, or twice 4 of 24 * 127 */
