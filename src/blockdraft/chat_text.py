@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+# Markers of messages in responses of gpt-oss, in the format Harmony. They are special tokens, and part of the text.
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
+HARMONY_ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 # Digits survive all that templates do to texts, and no client knows them.
 SHIELD = "".join(str(secrets.randbelow(10)) for _ in range(24))
 _specials: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
@@ -71,9 +74,12 @@ def render_chat(
     if chat_template is None and tokenizer.chat_template is None:
         raise UsageError("The target has no chat template; send the prompt as text, or add --chat-template FILE.")
     specials = _special_tokens(tokenizer)
+    prepared = _prepare(messages)
+    if harmony_ids(tokenizer):
+        prepared = [_as_harmony(message) for message in prepared]
     try:
         text = tokenizer.apply_chat_template(
-            _shield(_prepare(messages), specials),
+            _shield(prepared, specials),
             tools=_shield(list(tools or ()), specials) or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -135,6 +141,31 @@ def _prepare(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else:
             prepared.append(message)
     return prepared
+
+
+def harmony_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of `HARMONY` of a tokenizer for that format, and none of others."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    ids = [] if backend is None else [backend.token_to_id(token) for token in (*HARMONY, "<|return|>", "<|call|>")]
+    known = [token for token in ids if token is not None]
+    return frozenset(known[: len(HARMONY)]) if len(known) == len(ids) else frozenset()
+
+
+def _as_harmony(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of the assistant with `content` and `thinking` apart, as templates of gpt-oss take it."""
+    content, thinking = message.get("content"), message.get("reasoning_content")
+    if message["role"] != "assistant":
+        return message
+    if isinstance(content, str) and HARMONY[2] in content:
+        parts = [part.partition(HARMONY[2]) for part in content.split(HARMONY[0])]
+        bodies = [(header, HARMONY_ENDS.split(body)[0]) for header, _, body in parts]
+        content = "\n\n".join(
+            body for header, body in bodies if body and "analysis" not in header and "to=" not in header
+        )
+        thinking = "\n\n".join(body for header, body in bodies if "analysis" in header) or thinking
+    if thinking and message.get("tool_calls"):
+        content = ""  # templates take only one of them beside a call
+    return {**message, "content": content} | ({"thinking": thinking} if thinking else {})
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:

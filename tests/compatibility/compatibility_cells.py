@@ -73,7 +73,7 @@ FAMILY_NAMES = {
 }
 NATIVE_ONLY = {
     "compiled for a CPU": {"gemma4_text", "qwen3_5_text"},
-    "jax": {"gemma4_text", "phi3", "qwen3_moe", "qwen3_5_text", "lfm2", "lfm2_moe"},
+    "jax": {"gemma4_text", "gpt_oss", "phi3", "qwen3_moe", "qwen3_5_text", "lfm2", "lfm2_moe"},
 }
 
 

@@ -98,6 +98,18 @@ GEMMA4_KEYS = {
     "rope.freq_base_swa": 50.0,
 }
 GEMMA4_FACTORS = {"rope_freqs.weight": np.array([1] * 4 + [1e30] * 12, np.float32)}
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS_KEYS: dict[str, Any] = {
+    "expert_count": 5,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 40,
+    "attention.sliding_window": 4,
+}
 
 
 def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
@@ -171,6 +183,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
     "qwen3_5_text": (
         DELTA_NET | {"head_dim": 16, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
         DELTA_NET_KEYS,
+        {},
+    ),
+    "gpt_oss": (
+        GPT_OSS | rotary(),
+        GPT_OSS_KEYS,
+        {},
+    ),
+    "gpt_oss-yarn": (
+        GPT_OSS
+        | {"layer_types": [FAR, NEAR, NEAR]}
+        | rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, truncate=False),
+        GPT_OSS_KEYS
+        | {
+            "attention.sliding_window_pattern": [False, True, True],
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_beta_fast": 4.0,
+        },
         {},
     ),
     "gemma": ({"tie_word_embeddings": True}, {}, {}),

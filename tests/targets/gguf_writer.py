@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
+    "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35",
@@ -26,6 +27,7 @@ ARCHITECTURES = {
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 FACTORS |= {"Q6_K": (208, 1), "TQ1_0": (52, 1), "TQ2_0": (64, 1)}
 ROUNDED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the package
+SMALL_PARTS = ("gate_inp", "conv1d", "shortconv.conv", ".bias")  # of names of tensors that stay in F32
 
 
 def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -117,8 +119,7 @@ def write_gguf(
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             data = data + 1
         kind = kinds if isinstance(kinds, str) else next((k for part, k in kinds.items() if part in theirs), "F32")
-        exact = data.ndim == 1 or any(part in theirs for part in ("gate_inp", "conv1d", "shortconv.conv"))
-        add_tensor(writer, theirs, data, "F32" if exact else kind)
+        add_tensor(writer, theirs, data, "F32" if data.ndim == 1 or any(own in theirs for own in SMALL_PARTS) else kind)
     for name, data in (extra or {}).items():
         add_tensor(writer, name, data, "F32")
     writer.write_header_to_file()
@@ -139,6 +140,9 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         if model.config.model_type == "qwen3_5_text":
             name, tensor = as_qwen35(model.config, name, tensor)
+        if model.config.model_type == "gpt_oss":
+            yield from as_gpt_oss(name, tensor)
+            continue
         name = name.replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)
@@ -146,6 +150,20 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("gate_up_proj", "up_proj.weight"), up
         else:
             yield name + (".weight" if name.endswith("experts.down_proj") else ""), tensor.squeeze()
+
+
+def as_gpt_oss(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of gpt-oss as in files: gates apart from what they are multiplied with, and outputs before inputs."""
+    stem, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+    kind = "bias" if is_bias else "weight"
+    if stem.endswith("experts.gate_up_proj"):
+        for own, first in (("gate_proj", 0), ("up_proj", 1)):
+            part = tensor[..., first::2]
+            yield f"{stem.replace('gate_up_proj', own)}.{kind}", part if is_bias else part.mT
+    elif stem.endswith("experts.down_proj"):
+        yield f"{stem}.{kind}", tensor if is_bias else tensor.mT
+    else:
+        yield name + (".weight" if name.endswith(".sinks") else ""), tensor
 
 
 def as_qwen35(config: Any, name: str, tensor: Tensor) -> tuple[str, Tensor]:

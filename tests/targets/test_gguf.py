@@ -91,7 +91,7 @@ def test_weights_are_those_of_the_package(name: str, kinds: str, tmp_path: Path)
         assert torch.equal(weight, wanted), ours
 
 
-QUICK = ("Q4_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "F16")  # of which each keeps its factors in another way
+QUICK = ("Q4_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4", "F16")  # of which each keeps its factors in another way
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_compiled(kinds: str, tmp_path: Path) -> None:
     # An activation halfway between two codes may round either way: the last bits of torch's products depend on the
     # processor. This affects a minority of positions, and those after it in the same sequence.
     assert np.median(differences) < 1e-5 and max(differences) < 0.05, differences
-    of_4 = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0", "mixed")
+    of_4 = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "mixed")
     bits = dict.fromkeys((*FEW, "mixed"), "int8 weights") | dict.fromkeys(of_4, "int4 weights")
     bits |= {"BF16": "weights kept in bfloat16"}
     assert compiled.running == ", ".join(["native, compiled", *([bits[kinds]] if kinds in bits else [])])

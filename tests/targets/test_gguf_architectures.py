@@ -23,6 +23,12 @@ TWICE = {"hidden_size": 512, "head_dim": 128}  # two super-blocks a row
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"}  # much as Q4_K_M
 FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "granite": ("granite", MIXED, TWICE, {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"exps": "MXFP4", "": "Q8_0"},
+        {"num_local_experts": 9, "num_experts_per_tok": 3, "hidden_size": 192, "intermediate_size": 96},
+        MANY_KEYS | {"expert_feed_forward_length": 96},
+    ),
     "phi3": ("phi3", "Q8_0", {}, {}),
     "smollm3": ("smollm3", MIXED, {}, {}),
     "lfm2": ("lfm2", MIXED, {}, {}),
@@ -81,6 +87,18 @@ def test_a_token_has_the_same_bits_alone_and_among_others(target: Target) -> Non
 
 
 def test_drafted_outputs_are_the_plain_ones(target: Target) -> None:
+    assert_lossless(target)
+
+
+@pytest.mark.slow
+def test_drafted_outputs_with_keys_and_values_in_8_bits(tmp_path: Path) -> None:
+    name, kinds, differences, metadata = FILES["gpt_oss"]
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model_of(name, **WIDE | differences), kinds, metadata=MODELS[name][1] | metadata)
+    assert_lossless(load_target(path, device="cpu", compile="on", kv_dtype="int8"))
+
+
+def assert_lossless(target: Target) -> None:
     prompts = [[(5 * i + 3 * row) % 7 + 4 for i in range(12 + row)] for row in range(3)]
     params = [SamplingParams(20, temperature, seed=9, ignore_eos=True) for temperature in (0.0, 0.0, 0.7)]
     plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)

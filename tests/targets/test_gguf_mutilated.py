@@ -20,6 +20,7 @@ NAMES = (
     "lfm2",
     "lfm2_moe",
     "qwen3",
+    "gpt_oss",
     "granite",
     "phi3",
     "smollm3",

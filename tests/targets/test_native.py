@@ -128,6 +128,9 @@ MODELS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "gpt_oss": SMALL
+    | WINDOWS
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.5, "rope_parameters": {"rope_theta": 500.0}},
     "qwen2": SMALL | {"tie_word_embeddings": True},
     "qwen2-window": SMALL | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
     "qwen3": SMALL | {"attention_bias": True},

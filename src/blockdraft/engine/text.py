@@ -8,13 +8,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, cast
 
-from blockdraft.chat_text import encode_chat
+from blockdraft.chat_text import encode_chat, harmony_ids
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import Message, Prompt, SamplingParams
@@ -180,6 +181,7 @@ class AnswerText:
         self._prompt = prompt
         self._end_ids = end_ids
         self._stream: TextStream | None = None  # made when text is asked for before the end
+        self._decoder: Callable[[list[int]], str] | None = None
         self._stop = stop
         self._longest = max(map(len, stop), default=1)
         self._spelled: dict[int, str] | None = None  # special tokens that stop strings spell
@@ -283,7 +285,8 @@ class AnswerText:
 
     def _decode(self, token_ids: list[int]) -> str:
         assert self._tokenizer is not None
-        return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        self._decoder = self._decoder or text_decoder(self._tokenizer)
+        return self._decoder(token_ids)
 
     def _find_special(self) -> None:
         """Find the special tokens that stop strings spell among the tokens that have come since the last call."""
@@ -367,6 +370,7 @@ class TextStream:
         self._forward = decoders is not None and _write_forward(decoders) and not _overrides_decode(tokenizer)
         self._cleans = _cleans_up(tokenizer, self._backend)
         self._skipped = _skipped_ids(tokenizer, self._backend)
+        self._decode_some = text_decoder(tokenizer, clean_up_tokenization_spaces=False)
         self._window = list(context)
         self._given = len(self._decode(self._window))  # characters of the window's text that were returned
         self._run: list[int] = []  # byte tokens after the window
@@ -448,11 +452,19 @@ class TextStream:
         return cast(str, self._tokenizer.convert_ids_to_tokens(token))
 
     def _decode(self, token_ids: list[int]) -> str:
-        if not token_ids:
-            return ""
-        return cast(
-            str, self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return self._decode_some(token_ids) if token_ids else ""
+
+
+def text_decoder(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Callable[[list[int]], str]:
+    """Return a function that decodes tokens without the special ones, except those of `HARMONY`."""
+    if not harmony_ids(tokenizer):
+        return cast("Callable[[list[int]], str]", partial(tokenizer.decode, skip_special_tokens=True, **options))
+    skipped = _skipped_ids(tokenizer, getattr(tokenizer, "backend_tokenizer", None))
+
+    def decode(token_ids: list[int]) -> str:
+        return cast(str, tokenizer.decode([token for token in token_ids if token not in skipped], **options))
+
+    return decode
 
 
 def text_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> list[int]:
@@ -539,13 +551,14 @@ def _cleans_up(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
 
 
 def _skipped_ids(tokenizer: PreTrainedTokenizerBase, backend: Any) -> set[int]:
-    """Return the tokens that `skip_special_tokens` skips."""
+    """Return the special tokens, which have no text, except those of `HARMONY`."""
     if backend is None:
         return set(tokenizer.all_special_ids)
-    return {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    return special - harmony_ids(tokenizer)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the texts of the tokens that `skip_special_tokens` skips."""
+    """Return the texts of the tokens of `_skipped_ids`."""
     skipped = sorted(_skipped_ids(tokenizer, getattr(tokenizer, "backend_tokenizer", None)))
     return dict(zip(skipped, cast("list[str]", tokenizer.convert_ids_to_tokens(skipped)), strict=True))

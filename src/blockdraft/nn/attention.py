@@ -108,6 +108,7 @@ def attend_grouped(
     scale: float,
     softcap: float | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of a few nodes, with the query heads of a group as further queries of their key/value head.
 
@@ -117,10 +118,12 @@ def attend_grouped(
         queries: `[B, N, heads, D]`.
         keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`, a group is `heads / kv_heads`.
         mask: Result of `grouped_mask`, `[B or 1, 1, group * N, T]` in the dtype of the queries, which is added to the
-            scores. With None each node attends to the slots up to its own; this needs N = 1, or N = T and no soft-cap.
+            scores. With None each node attends to the slots up to its own; this needs N = 1, or N = T and neither
+            soft-cap nor sinks.
         scale: Factor on the scores.
         softcap: c in c * tanh(scores / c), or None.
         causal: If False, each node attends to all slots if there is no mask.
+        sinks: `[heads]`, a further score in the softmax of each head, which has no key and no value; or None.
 
     Returns:
         `[B, N, heads * D]`.
@@ -128,20 +131,32 @@ def attend_grouped(
     batch, count, heads, head_dim = queries.shape
     kv_heads = keys.size(1)
     if mask is None and count > 1 and causal:
-        assert softcap is None and keys.size(2) == count
+        assert softcap is None and sinks is None and keys.size(2) == count
         out = F.scaled_dot_product_attention(
             queries.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=True
         )
         return out.transpose(1, 2).flatten(-2)
     grouped = (batch, count, kv_heads, heads // kv_heads, head_dim)
     stacked = queries.reshape(grouped).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
     else:
-        scores = torch.tanh((stacked @ keys.mT) * (scale / softcap)) * softcap
+        scores = stacked @ keys.mT
+        scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
         scores = scores if mask is None else scores + mask
-        out = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+        if sinks is None:
+            weights = scores.softmax(dim=-1, dtype=torch.float32)
+        else:
+            own = sinks.view(kv_heads, -1).repeat_interleave(count, dim=1)
+            weights = _softmax_with_sinks(scores.float(), own.float().unsqueeze(-1))
+        out = weights.to(values.dtype) @ values
     return out.view(batch, kv_heads, -1, count, head_dim).permute(0, 3, 1, 2, 4).reshape(batch, count, -1)
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Return the weights of scores `[..., T]` beside sinks, broadcastable to `[..., 1]`."""
+    everything = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return everything.softmax(dim=-1)[..., :-1]
 
 
 def grouped_mask(visible_BNT: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -187,7 +202,13 @@ class ExactAttention:
         memory.index_copy_(1, self.slots, nodes[0, : len(self.slots)].transpose(0, 1))
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention over a layer's memory.
 
@@ -196,6 +217,7 @@ class ExactAttention:
             keys, values: `[kv_heads, slots, D]`; `heads` is a multiple of `kv_heads`.
             scale: Factor on the scores.
             softcap: c in c * tanh(scores / c), or None.
+            sinks: As in `attend_grouped`.
 
         Returns:
             `[1, EXACT_NODES, heads, D]`, zeros for padding.
@@ -204,13 +226,19 @@ class ExactAttention:
         for row in self.rows:
             own_keys, own_values = keys[:, row.slots], values[:, row.slots]
             out[0, row.nodes] = attend_in_float64(
-                queries[0, row.nodes], own_keys, own_values, row.visible, scale, softcap
+                queries[0, row.nodes], own_keys, own_values, row.visible, scale, softcap, sinks
             )
         return out
 
 
 def attend_in_float64(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention in float64, rounded once to the dtype of the queries.
 
@@ -218,7 +246,7 @@ def attend_in_float64(
         queries: `[n, heads, D]`.
         keys, values: `[kv_heads, T, D]`.
         visible: `[n, T]` bool, which node attends to which slot.
-        scale, softcap: As in `ExactAttention.attend`.
+        scale, softcap, sinks: As in `ExactAttention.attend`.
 
     Returns:
         `[n, heads, D]`.
@@ -230,7 +258,11 @@ def attend_in_float64(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(kv_heads, -1, *visible.shape).masked_fill_(~visible, -torch.inf)
-    out = scores.softmax(dim=-1).flatten(1, 2) @ values.double()
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        weights = _softmax_with_sinks(scores, sinks.double().view(kv_heads, -1, 1, 1))
+    out = weights.flatten(1, 2) @ values.double()
     return out.view(kv_heads, -1, count, head_dim).permute(2, 0, 1, 3).reshape(count, heads, head_dim).to(queries.dtype)
 
 

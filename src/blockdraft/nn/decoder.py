@@ -1,4 +1,4 @@
-"""One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
+"""One decoder for the Llama, Mistral, Qwen, Gemma and gpt-oss families, written for decoding speed.
 
 `DecoderConfig` holds the differences between families; tensors have the names of their checkpoints. The experts of a
 layer are one tensor, which is read, named and stored like any other matrix. Some layers of hybrid models have a gated

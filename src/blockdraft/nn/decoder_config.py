@@ -58,6 +58,18 @@ class Experts:
     # Shares are sigmoids of scores, and a bias of each expert counts in the choice; else they are softmaxes.
     sigmoid: bool = False
     scale: float = 1.0  # factor on the shares
+    biased: bool = False  # router and experts have biases
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation `(up + 1) * gate * sigmoid(alpha * gate)` of gpt-oss.
+
+    Gates above `limit` are clamped to it, and the absolute values of `up`, too.
+    """
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
+    sinks: bool = False  # softmax of attention has a further score for each head, without a key and a value
     qk_norm: bool = False  # RMS norms of each head's query and key, before they are rotated
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     post_norms: bool = False  # outputs of attention and MLP are normed too
@@ -134,6 +147,7 @@ class DecoderConfig:
     attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # MLP of `routed` layers
+    clamped: ClampedSwiGLU | None = None  # replaces `activation`
     delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
     mixed: bool = False  # layers are those of `nn.mixed_layer`
     layer_input_size: int = 0  # size of each layer's own embedding of a token, in `mixed` decoders; 0 is none
@@ -277,7 +291,12 @@ class DecoderConfig:
     def has_bias(self, layer: int, projection: str) -> bool:
         attends = self.layers[layer].attends
         known = {"qkv": self.qkv_bias and attends, "output": self.output_bias and attends}
-        return known.get(projection, self.mlp_bias and not self.layers[layer].routed)
+        experts = self.experts_of(layer)
+        return known.get(projection, self.mlp_bias if experts is None else experts.biased)
+
+    def sinks_of(self, layer: int) -> str | None:
+        """Return the name of a layer's attention sinks, or None if it has none."""
+        return f"model.layers.{layer}.self_attn.sinks" if self.sinks and not self.layers[layer].recurrent else None
 
     def norms(self, layer: int) -> dict[str, str]:
         """Return the names of a layer's norms by role.
@@ -310,6 +329,8 @@ class DecoderConfig:
             shapes |= {f"{prefix}linear_attn.{name}": shape for name, shape in delta_net.tensors.items()}
         if self.layers[layer].convolved:
             shapes[f"{prefix}conv.conv.weight"] = (self.hidden_size, 1, self.conv_kernel)
+        if (sinks := self.sinks_of(layer)) is not None:
+            shapes[sinks] = (self.num_heads,)
         if experts is not None and experts.sigmoid:
             shapes[self.spelled(f"{prefix}mlp.expert_bias")] = (experts.count,)
         if self.mixed:

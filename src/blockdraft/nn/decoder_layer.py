@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attend_grouped
 from blockdraft.nn.cache import write_nodes
-from blockdraft.nn.decoder_config import DecoderConfig, Experts
+from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, Experts
 from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
 from blockdraft.nn.packed import PackedLinear, PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight, concatenate_weights
@@ -22,6 +22,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limits: ClampedSwiGLU) -> Tensor:
+    gate, up = gate.clamp(max=limits.limit), up.clamp(-limits.limit, limits.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * limits.alpha))
+
 
 # Reads a checkpoint's tensor by its name, on the device and in the dtype of the network, or quantized.
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
@@ -128,6 +134,8 @@ class DecoderLayer(nn.Module):
             heads = (config.num_heads, config.num_kv_heads)
             self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
         self.others = others = {name: plain(read(name)) for name in config.other_tensors(number)}
+        sinks = config.sinks_of(number)
+        self.sinks = None if sinks is None else others[sinks]
         self.delta_net: GatedDeltaNet | None = None
         recurrent = config.delta_net_of(number)
         if recurrent is not None:
@@ -160,9 +168,14 @@ class DecoderLayer(nn.Module):
     def mlp(self, x: Tensor) -> Tensor:
         if self.experts is not None:
             return self.routed_mlp(x, self.experts)
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(self.activation(gate) * up)
+        out: Tensor = self.down(self.gated(self.gate_up(x)))
         return out
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Return the inner values `[..., I]` of an MLP for the output `[..., 2 * I]` of its first projections."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        limits = self.config.clamped
+        return self.activation(gate) * up if limits is None else clamped_swiglu(gate, up, limits)
 
     def attention(
         self,
@@ -192,10 +205,14 @@ class DecoderLayer(nn.Module):
         keys, values = store.chunk(2, dim=1)
         if isinstance(mask, ExactAttention):
             mask.write(store[0], new)
-            attended = mask.attend(queries, keys[0], values[0], config.query_scale, config.attention_softcap)
+            attended = mask.attend(
+                queries, keys[0], values[0], config.query_scale, config.attention_softcap, self.sinks
+            )
         else:
             write_nodes(store, new, slots)
-            attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
+            attended = attend_grouped(
+                queries, keys, values, mask, config.query_scale, config.attention_softcap, sinks=self.sinks
+            )
         attended = attended.view(x.size(0), -1)
         out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid().flatten(1))
         return out
@@ -219,17 +236,20 @@ class DecoderLayer(nn.Module):
             # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products
             # have one shape whichever nodes chose the expert, as exact forward passes need.
             nodes = slice(None) if len(x) <= EXACT_NODES else share[:, 0].nonzero()[:, 0]
-            gate, up = self._expert(self.gate_up, expert, x[nodes]).chunk(2, dim=-1)
-            mlp = self._expert(self.down, expert, self.activation(gate) * up) * share[nodes]
+            inner = self.gated(self._expert(self.gate_up, expert, x[nodes]))
+            mlp = self._expert(self.down, expert, inner) * share[nodes]
             out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of other nodes may be infinite
         if experts.shared_size:
-            gate, up = self.shared_gate_up(x).chunk(2, dim=-1)
-            out += self.shared_down(self.activation(gate) * up) * self.shared_gate(x).sigmoid()
+            out += self.shared_down(self.gated(self.shared_gate_up(x))) * self.shared_gate(x).sigmoid()
         return out
 
     def _expert(self, layer: PackedLinear, expert: int, x: Tensor) -> Tensor:
         """Return the product with the part of a layer that belongs to one expert."""
         assert self.experts is not None
         size = layer.out_features // self.experts.count
-        weight = layer.channels(expert * size, (expert + 1) * size)
-        return weight.multiply(x.float()).to(x.dtype) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)
+        own = slice(expert * size, (expert + 1) * size)
+        weight, bias = layer.channels(own.start, own.stop), None if layer.bias is None else layer.bias[own]
+        if not isinstance(weight, QuantizedWeight):
+            return F.linear(x, weight, bias)
+        product = weight.multiply(x.float())
+        return (product if bias is None else product + bias).to(x.dtype)

@@ -86,7 +86,7 @@ def join_packed(parts: Sequence[PackedWeight]) -> PackedWeight:
         return PackedWeight(first.kernels, torch.cat(plain), outputs, first.inputs)
     tensors = [part.data.tensors() for part in parts if isinstance(part.data, InterleavedWeight)]
     whole = {name: torch.cat([own[name] for own in tensors]) for name in tensors[0]}
-    data = InterleavedWeight.of_tensors(whole, first.data.bits, outputs)
+    data = InterleavedWeight.of_tensors(whole, first.data.bits, outputs, first.data.floating)
     return PackedWeight(first.kernels, data, outputs, first.inputs)
 
 

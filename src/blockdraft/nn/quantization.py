@@ -32,6 +32,8 @@ MOST_GROUP = 65536  # largest group whose products compiled kernels add without 
 MOST_NESTED = 256  # most inputs that share a unit, for the same reason
 NESTED_BASE = 32  # added to 8-bit codes of nested factors
 PIECE = 1 << 20  # codes to interleave at once
+# Twice the values of the 4-bit floating-point numbers E2M1, by their bits.
+FLOAT4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,22 @@ class QuantizedWeight:
     """A quantized weight `[out, in]`.
 
     Args:
-        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset. With 8 bits and nested
-            factors from -32 to 31.
+        codes: `[out, in]` int8. With 4 bits from -8 to 7, or from 0 to 15 if there is an offset or if they are
+            `floating`. With 8 bits and nested factors from -32 to 31.
         scale: `[out, in / group]`. If it is nested, at most 256 inputs share a unit.
         offset: The same shape; None is 0. It is nested if the scale is, with as many units.
         bits: 4 or 8.
+        floating: Whether codes are indices of `FLOAT4`. Then there are 4 bits, no nested scales, and no offset.
     """
 
     codes: Tensor
     scale: Factors
     offset: Factors | None
     bits: int
+    floating: bool = False
 
     def __post_init__(self) -> None:
+        assert not self.floating or (self.bits == 4 and self.offset is None and isinstance(self.scale, Tensor))
         assert self.bits in (4, 8) and self.codes.dtype == torch.int8, (self.bits, self.codes.dtype)
         assert len(self.scale.shape) == 2 and self.scale.shape[0] == len(self.codes), (self.scale.shape, self.shape)
         assert self.codes.size(1) == self.scale.shape[1] * self.group, (self.scale.shape, self.codes.shape)
@@ -126,9 +131,14 @@ class QuantizedWeight:
         factors = self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
         return self.codes.numel() * self.bits // 8 + factors
 
+    @property
+    def integers(self) -> Tensor:
+        """The numbers `[out, in]` int8 that scales are multiplied with."""
+        return FLOAT4[self.codes.int()] if self.floating else self.codes
+
     def dequantize(self) -> Tensor:
         """Return the weight `[out, in]` in float32."""
-        codes = self.codes.float().unflatten(1, (-1, self.group))
+        codes = self.integers.float().unflatten(1, (-1, self.group))
         weight: Tensor = codes * self.scale.float().unsqueeze(-1)
         if self.offset is not None:
             weight = weight + self.offset.float().unsqueeze(-1)
@@ -138,20 +148,20 @@ class QuantizedWeight:
         """Return the output channels with these indices, `[n]` int64."""
         scale = _map_factors(self.scale, lambda part: part[index])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[index])
-        return QuantizedWeight(self.codes[index], scale, offset, self.bits)
+        return QuantizedWeight(self.codes[index], scale, offset, self.bits, self.floating)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `quantized(x) @ weight.T`, `[n, in]` to `[n, out]` float32, as the compiled kernels do."""
         codes, factor = quantize_inputs(x, self.sharing)
         if isinstance(self.scale, NestedFactors):
             return self._multiply_nested(codes.double().unflatten(1, (-1, self.sharing)), factor)
-        out = x.new_zeros(len(x), len(self.codes))
+        out, integers = x.new_zeros(len(x), len(self.codes)), self.integers
         own_scale, own_offset = self.scale.float(), None if self.offset is None else self.offset.float()
         for number in range(own_scale.size(1)):
             part = slice(number * self.group, (number + 1) * self.group)
             scale = factor[:, number, None]
             # Sums of integers below 2^24 are exact in float32.
-            sums = codes[:, part] @ self.codes[:, part].float().T
+            sums = codes[:, part] @ integers[:, part].float().T
             out = out + sums * (own_scale[:, number] * scale)
             if own_offset is not None:
                 out = out + own_offset[:, number] * (codes[:, part].sum(1, keepdim=True) * scale)
@@ -216,11 +226,12 @@ def concatenate_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
     Mixed bit widths are widened, and group sizes are reduced to their greatest common divisor, so values stay exact.
     """
-    bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
+    floating, group = all(part.floating for part in parts), gcd(*(part.group for part in parts))
+    bits = max(8 if part.floating and not floating else part.bits for part in parts)
     shifted = any(part.offset is not None for part in parts)
     codes, offsets = [], list[Factors]()
     for part in parts:
-        own, offset = part.codes, part.offset
+        own, offset = part.codes if floating else part.integers, part.offset
         if offset is None and bits == 4 and shifted:
             own, offset = own + 8, -8 * part.scale.float()
         codes.append(own)
@@ -230,7 +241,7 @@ def concatenate_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     offset = _concatenate_factors(offsets, times) if shifted else None
     if offset is not None and isinstance(scale, NestedFactors) != isinstance(offset, NestedFactors):
         scale, offset = narrow(scale.float()), narrow(offset.float())
-    return QuantizedWeight(torch.cat(codes), scale, offset, bits)
+    return QuantizedWeight(torch.cat(codes), scale, offset, bits, floating)
 
 
 def _concatenate_factors(parts: Sequence[Factors], times: Sequence[int]) -> Factors:
@@ -270,9 +281,10 @@ class InterleavedWeight:
 
     Args:
         codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`, from 0 to 63 with nested factors; with 4 bits
-            `[blocks, in / 8, lanes, 4]`, of each 8 inputs the first 4 in the low halves of bytes, from 0 to 15.
+            `[blocks, in / 8, lanes, 4]`, of each 8 inputs the first 4 in the low halves of bytes, from 0 to 15. If
+            `floating`, they are indices of `FLOAT4`.
         scale, offset: `[blocks, in / group, lanes]`, as in `QuantizedWeight`; units `[blocks, units, lanes]`.
-        bits: As in `QuantizedWeight`.
+        bits, floating: As in `QuantizedWeight`.
         outputs: Number of output channels. The last block is padded with zeros.
     """
 
@@ -281,6 +293,7 @@ class InterleavedWeight:
     offset: Factors | None
     bits: int
     outputs: int
+    floating: bool = False
 
     @classmethod
     def of(cls, weight: QuantizedWeight, lanes: int) -> InterleavedWeight:
@@ -302,7 +315,7 @@ class InterleavedWeight:
         interleave = partial(_in_blocks, blocks=blocks, lanes=lanes)
         scale = _map_factors(weight.scale, interleave)
         offset = None if weight.offset is None else _map_factors(weight.offset, interleave)
-        return cls(words, scale, offset, weight.bits, count)
+        return cls(words, scale, offset, weight.bits, count, weight.floating)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name: "weight", "scale", and if present "scale_unit", "offset" and "offset_unit"."""
@@ -315,14 +328,16 @@ class InterleavedWeight:
         return tensors
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor], bits: int, outputs: int) -> InterleavedWeight:
+    def of_tensors(
+        cls, tensors: Mapping[str, Tensor], bits: int, outputs: int, floating: bool = False
+    ) -> InterleavedWeight:
         """Return the weight with these `tensors`."""
         scale, offset = (
             NestedFactors(tensors[name], tensors[f"{name}_unit"]) if f"{name}_unit" in tensors else tensors.get(name)
             for name in ("scale", "offset")
         )
         assert scale is not None
-        return cls(tensors["weight"], scale, offset, bits, outputs)
+        return cls(tensors["weight"], scale, offset, bits, outputs, floating)
 
     @property
     def group(self) -> int:
@@ -340,7 +355,7 @@ class InterleavedWeight:
         codes = (torch.stack([codes & 15, codes >> 4], 2) if self.bits == 4 else codes) - _base(self)
         scale = _map_factors(self.scale, lambda part: part[block, :, lane])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[block, :, lane])
-        return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits)
+        return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits, self.floating)
 
     def weight(self) -> QuantizedWeight:
         """Return the weight unpacked."""
@@ -350,7 +365,7 @@ class InterleavedWeight:
 def _base(weight: QuantizedWeight | InterleavedWeight) -> int:
     """Return the number that is added to codes where kernels need them to be 0 or more."""
     if weight.bits == 4:
-        return 8 if weight.offset is None else 0
+        return 8 if weight.offset is None and not weight.floating else 0
     return NESTED_BASE if isinstance(weight.scale, NestedFactors) else 0
 
 

@@ -81,7 +81,7 @@ def router(service: Service) -> APIRouter:
             capabilities.append("insert")
         if "tools" in template:
             capabilities.append("tools")
-        if "enable_thinking" in template or "reasoning_content" in template:
+        if any(word in template for word in ("enable_thinking", "reasoning_content", "message.thinking")):
             capabilities.append("thinking")
         details = _details(service)
         family = details["family"]

@@ -18,7 +18,7 @@ from blockdraft.serving.infill_limits import InfillLimits
 from blockdraft.serving.request import Chat, GenerationRequest, Infill
 from blockdraft.serving.schemas import NUM_SEEDS
 from blockdraft.serving.settings import ServeSettings
-from blockdraft.serving.tool_calls import OutputParser, grammar_of, parser_of
+from blockdraft.serving.tool_calls import HarmonyParser, OutputParser, grammar_of, parser_of
 from blockdraft.serving.tool_calls.formats import THINK, THINK_END
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
@@ -41,7 +41,7 @@ class Choice:
 
     prompt: list[int]
     params: SamplingParams
-    parser: OutputParser | InfillLimits | None
+    parser: OutputParser | HarmonyParser | InfillLimits | None
     clipped: bool
     instruction_tokens: int = 0
 
@@ -92,7 +92,7 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     choices = []
     for index in range(request.n):
         seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS
-        parser: OutputParser | InfillLimits | None = None
+        parser: OutputParser | HarmonyParser | InfillLimits | None = None
         if isinstance(prompt, Chat):
             parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         elif isinstance(prompt, Infill):

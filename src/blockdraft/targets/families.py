@@ -6,16 +6,18 @@ Llama. Raise `NotCovered` for what these cannot express; transformers then runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
 
-from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Experts, LayerKind, Rope
+from blockdraft.formats.stored import Stored
+from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, DeltaNet, Experts, LayerKind, Rope
 from blockdraft.nn.decoder_layer import ACTIVATIONS
 from blockdraft.nn.rotary import default_frequencies, rotary_frequencies
 from blockdraft.targets.base import NotCovered
+from blockdraft.targets.gpt_oss import gpt_oss_tensors
 from blockdraft.targets.model_config import AnyConfig
 
 # Rotary scalings whose frequencies do not depend on the sequence length, within the context.
@@ -32,18 +34,26 @@ class Family:
         rotates_all: Whether all channels of a head are rotated.
         has_other_parts: Whether models of this `..._text` family have other parts, such as a vision encoder, that are
             not part of the causal language model.
+        tensors: Returns the tensors of a checkpoint under our names, where theirs differ.
     """
 
     layers: Callable[[AnyConfig], tuple[LayerKind, ...]]
     differences: Callable[[AnyConfig], dict[str, Any]]
     rotates_all: bool = True
     has_other_parts: bool = False
+    tensors: Callable[[Mapping[str, Stored]], dict[str, Stored]] | None = None
 
 
 def text_part(config: AnyConfig) -> AnyConfig:
     """Return the configuration of a model's text part, or of the model if it has no other parts."""
     family = FAMILIES.get(f"{config.model_type}_text")
     return config.get_text_config() if family is not None and family.has_other_parts else config
+
+
+def own_tensors(config: AnyConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint under our names."""
+    family = FAMILIES.get(text_part(config).model_type)
+    return tensors if family is None or family.tensors is None else family.tensors(tensors)
 
 
 def decoder_config(config: AnyConfig) -> DecoderConfig:
@@ -145,6 +155,11 @@ def routed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
         )
         for number, kind in enumerate(layers)
     )
+
+
+def sparse_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of gpt-oss, all with routed experts."""
+    return tuple(replace(kind, routed=True) for kind in mixed_layers(config))
 
 
 def recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
@@ -326,6 +341,19 @@ def _qwen3_moe(config: AnyConfig) -> dict[str, Any]:
     return _qwen3(config) | {"experts": _experts(config)}
 
 
+def _gpt_oss(config: AnyConfig) -> dict[str, Any]:
+    """Add attention sinks, and experts with biases and a clamped activation."""
+    experts = Experts(
+        count=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        normed=True,
+        biased=True,
+    )
+    clamped = ClampedSwiGLU(float(getattr(config, "swiglu_alpha", 1.702)), float(getattr(config, "swiglu_limit", 7.0)))
+    return _biases(config) | {"sinks": True, "experts": experts, "clamped": clamped}
+
+
 def _qwen3_5(config: AnyConfig) -> dict[str, Any]:
     """Add a gate on the attention output, and gated delta nets."""
     if config.hidden_act != "silu":
@@ -386,6 +414,7 @@ FAMILIES = {
     "gemma2": Family(mixed_layers, _gemma2),
     "gemma3_text": Family(mixed_layers, _gemma3),
     "gemma4_text": Family(mixed_shape_layers, _gemma4, rotates_all=False, has_other_parts=True),
+    "gpt_oss": Family(sparse_layers, _gpt_oss, tensors=gpt_oss_tensors),
     "granite": Family(equal_layers, _granite),
     "lfm2": Family(convolved_layers, _lfm2),
     "lfm2_moe": Family(convolved_layers, _lfm2_moe),

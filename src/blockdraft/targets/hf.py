@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from blockdraft.decode.proposal import chain_parents, depths, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.stored import stored
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, additive_mask, attention_bytes, visible_slots
 from blockdraft.nn.cache import KVCache, RecurrentCache, cache_argument, slot_bucket
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
-from blockdraft.targets.families import logit_factor
+from blockdraft.targets.families import logit_factor, own_tensors
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
 from blockdraft.targets.model_config import load_config
 from blockdraft.targets.weights import load_model
@@ -262,7 +263,8 @@ class HFTarget(CheckpointTarget):
             if family in ("qwen2_moe", "qwen3_moe", "lfm2_moe") and ".experts." in name:
                 yield from _experts_alone(name, weight, EXPERT_PARTS.get(family, {}))
             else:
-                yield name, weight
+                named = own_tensors(self._config, {name: stored(weight)})
+                yield from ((own, tensor.tensor()) for own, tensor in named.items())
 
     def embed(self, tokens: Tensor) -> Tensor:
         table: Any = self.model.get_input_embeddings()

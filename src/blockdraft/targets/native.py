@@ -400,7 +400,8 @@ class NativeTarget(CheckpointTarget):
         if not is_line:
             positions = positions[:, :1] + send(depths(parents), self.device)
         # Without a window, a single node on sequences of one length, or a chain on empty sequences, needs no mask.
-        unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and config.attention_softcap is None))
+        is_plain = config.attention_softcap is None and not config.sinks
+        unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and is_plain))
         # By window, of which None is full attention, and query heads per key/value head.
         masks: dict[tuple[int | None, int], Tensor | None] = {}
         keys = [

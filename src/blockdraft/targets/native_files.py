@@ -85,7 +85,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     wanted = decoder_config(config)
     few, config = _few_bits_of(config, options), text_part(config)
     on_gpu = device.type == "cuda"
-    if wanted.decode_only and (options.quantize or few):
+    if wanted.decode_only and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
         raise NotCovered(f"it has {wanted.decode_only}, whose weights it neither quantizes nor reads quantized")
     reason = "compile is off" if compile == "off" else NOT_CAPTURED if on_gpu else why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)

@@ -20,7 +20,7 @@ from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import check_hub, checked_folder, find_file, is_hub_name, loading
-from blockdraft.targets.families import decoder_config, text_part
+from blockdraft.targets.families import decoder_config, own_tensors, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, load_config
 
@@ -79,6 +79,7 @@ def open_weights(
             tensors, source = read_quantized(quantization, tensors), str(quantization.get(SOURCE) or "")
         except NotRead as refused:
             raise NotCovered(str(refused)) from refused
+    tensors = own_tensors(config, tensors)
     if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
         tensors[TABLE] = tensors[HEAD]
     _check_tensors(wanted, tensors)

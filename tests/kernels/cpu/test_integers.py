@@ -11,7 +11,7 @@ import pytest
 import torch
 from thinned import LONG, thinned
 
-from blockdraft.kernels.cpu.library import FACTORS, INTEGERS, Library
+from blockdraft.kernels.cpu.library import FACTORS, FLOAT4, INTEGERS, Library
 from blockdraft.kernels.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
 from blockdraft.machine import processor_flags
 from blockdraft.nn.packed import PackedLinear
@@ -50,6 +50,10 @@ def weights() -> Iterator[QuantizedWeight]:
             scale = own.scale.float() if group == 24 else own.scale
             own = QuantizedWeight(codes, scale, offset.to(offsets), bits)
         yield own
+    for group, outputs in product((16, 32, 40), (1, 149)):
+        codes = torch.randint(0, 16, (outputs, 3 * group), dtype=torch.int8, generator=generator)
+        scale = torch.randn(outputs, 3, generator=generator).half()
+        yield QuantizedWeight(codes, scale, None, 4, floating=True)
     for bits, group, has_offset, outputs in product((4, 8), (16, 32), (False, True), (1, 149)):
         size, units = 8 * group, 3
         least, most = (-32, 32) if bits == 8 else (0, 16) if has_offset else (-8, 8)
@@ -86,7 +90,7 @@ def test_each_processor_computes_what_torch_computes(processor: str, lanes: int,
         if isinstance(own.scale, NestedFactors):
             continue
         offset = None if own.offset is None else own.offset.float()
-        wide = PackedLinear(QuantizedWeight(own.codes, own.scale.float(), offset, own.bits), layer.bias)
+        wide = PackedLinear(QuantizedWeight(own.codes, own.scale.float(), offset, own.bits, own.floating), layer.bias)
         wide.pack(library)
         assert torch.equal(wide(x), alone), (own.bits, own.group, "float16 holds the same numbers")
 
@@ -97,16 +101,15 @@ def test_extreme_codes_do_not_overflow(tmp_path: Path) -> None:
     """All inputs and all weights at the ends of their ranges, on the instructions that have the least room."""
     processor = "haswell" if "avx2" in processor_flags() else "native"
     library = compiled(tmp_path, processor, 16)
-    for bits, least, most in ((4, -8, 7), (8, -128, 127)):
+    for bits, least, most, floating in ((4, -8, 7, False), (8, -128, 127, False), (4, 15, 7, True)):
         for code in (least, most):
             codes = torch.full((20, 256), code, dtype=torch.int8)
-            own = QuantizedWeight(codes, torch.ones(20, 2, dtype=torch.float16), None, bits)
+            own = QuantizedWeight(codes, torch.ones(20, 2, dtype=torch.float16), None, bits, floating)
             layer = PackedLinear(own)
             layer.pack(library)
             for sign in (-1.0, 1.0):
-                assert torch.equal(
-                    layer(torch.full((3, 256), sign * 127)), torch.full((3, 20), sign * 127 * 256 * code)
-                )
+                exact = torch.full((3, 20), sign * 127 * 256 * float(own.integers[0, 0]))
+                assert torch.equal(layer(torch.full((3, 256), sign * 127)), exact)
     for bits, group, code, scale in product((4, 8), (16, 32), (0, 1), (-128, 127)):  # the least and the largest code
         codes = torch.full((20, 256), ((-8, 7) if bits == 4 else (-32, 31))[code], dtype=torch.int8)
         numbers = torch.full((20, 256 // group), scale, dtype=torch.int8)
@@ -139,7 +142,8 @@ def test_arm_computes_what_torch_computes(hidden_states: str, tmp_path: Path) ->
             laid = InterleavedWeight.of(own, LANES_OF_ARM)
             tensors = laid.tensors()
             kinds = [FACTORS[tensors[name].dtype] if name in tensors else -1 for name in ("scale", "offset")]
-            sizes = own.shape[1], own.shape[0], INTEGERS[own.bits], own.group, *kinds, 9
+            kind = FLOAT4 if own.floating else INTEGERS[own.bits]
+            sizes = own.shape[1], own.shape[0], kind, own.group, *kinds, 9
             file.write(struct.pack("<9q", *sizes, laid.codes.nbytes, max(spans(own.scale, own.offset), default=0)))
             for each in (*tensors.values(), x):
                 file.write(each.numpy().tobytes())

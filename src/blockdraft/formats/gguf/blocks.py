@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4, NVFP4
 from torch import Tensor
 
-from blockdraft.nn.quantization import Factors, NestedFactors, QuantizedWeight
+from blockdraft.nn.quantization import Factors, NestedFactors, QuantizedWeight, narrow
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
 PIECE = 1 << 22  # values of grid types that are expanded at once
@@ -146,12 +146,12 @@ def _iq4_xs(raw: Tensor) -> QuantizedWeight:
 
 def _mxfp4(raw: Tensor) -> QuantizedWeight:
     scale = torch.from_numpy(MXFP4.e8m0_to_fp32_half(raw[..., :1].numpy()))
-    return _weight(_by_table(MXFP4.kvalues, _numbers(raw[..., 1:], 4, 16)), scale, None, 8)
+    return QuantizedWeight(_numbers(raw[..., 1:], 4, 16).flatten(1), narrow(scale).flatten(1), None, 4, floating=True)
 
 
 def _nvfp4(raw: Tensor) -> QuantizedWeight:
     scale = torch.from_numpy(NVFP4.ue4m3_to_fp32(raw[..., :4].numpy())).half()  # exact
-    return _weight(_by_table(NVFP4.kvalues, _numbers(raw[..., 4:], 4, 8)), scale, None, 8)
+    return QuantizedWeight(_numbers(raw[..., 4:], 4, 8).flatten(1), scale.flatten(1), None, 4, floating=True)
 
 
 def _by_grid(
@@ -224,4 +224,5 @@ INDICES: dict[str, Reader] = {"I64": _plain(torch.int64)}  # no weights
 def bytes_held(kind: str) -> float:
     """Return the bytes of memory per value of a quantized matrix once it is read."""
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return READERS[kind](torch.zeros(1, 1, size, dtype=torch.uint8)).nbytes / values
+    usual = torch.full((1, 1, size), 120, dtype=torch.uint8)  # as exponents they are no extremes
+    return READERS[kind](usual).nbytes / values

@@ -9,7 +9,8 @@
 /* weight: [blocks, inputs, LANES] of floats; with 8 bits [blocks, inputs / 4, LANES, 4]; with 4 bits [blocks,
    inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes. scale, and offset or null: [blocks,
    inputs / group, LANES], each FLOAT32 or FLOAT16. If span is not 0 they are nested: INT8 times a unit, FLOAT16 [blocks,
-   inputs / group / span, LANES], and codes of 8 bits are from 0 to 63 and mean 32 less. bias: [blocks * LANES] or null. */
+   inputs / group / span, LANES], and codes of 8 bits are from 0 to 63 and mean 32 less. FLOAT4 has neither offset nor
+   span. bias: [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
     FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const void *, offset)           \
     FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \
@@ -24,8 +25,9 @@ STRUCT(Linear)
 STRUCT(Convolution)
 
 /* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only.
-   With a router (experts.h) gate_up and down hold all experts, one behind the other; expert_bias is [experts], with
-   `sigmoid`. taps: null, or [kernel, hidden] of a short convolution in the place of attention (shortconv.h). */
+   sinks: further scores of each head, or null. With a router (experts.h) gate_up and down hold all experts, one behind the
+   other; expert_bias is [experts], with `sigmoid`. taps: null, or [kernel, hidden] of a short convolution in the place of
+   attention (shortconv.h). */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -35,7 +37,7 @@ STRUCT(Convolution)
     FIELD(S, i64, window) FIELD(S, i64, whole_block)                                                      \
     FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)                                 \
     FIELD(S, Linear, router) FIELD(S, Linear, shared_gate_up) FIELD(S, Linear, shared_down)               \
-    FIELD(S, Linear, shared_gate) FIELD(S, const float *, expert_bias) FIELD(S, const float *, taps)
+    FIELD(S, Linear, shared_gate) FIELD(S, const float *, expert_bias) FIELD(S, const float *, taps) FIELD(S, const float *, sinks)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
@@ -44,7 +46,8 @@ STRUCT(Layer)
    number of first channels of a head that are rotated; 0 is all. experts, chosen: number of routed experts, and of those
    that a row chooses. expert_inner, shared_inner: inner size of each, and of the one that all rows use, or 0. normed:
    whether the shares of those that are chosen sum to one. sigmoid: whether shares are sigmoids of scores, and not
-   softmaxes. share_scale: factor on shares. kernel: tokens that short convolutions read. */
+   softmaxes. share_scale: factor on shares. kernel: tokens that short convolutions read. clamp_alpha, clamp_limit: those
+   of a clamped SwiGLU; without a limit there is none. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -54,7 +57,8 @@ STRUCT(Layer)
     FIELD(S, Linear, joined) FIELD(S, const float *, token_norm) FIELD(S, const float *, hidden_state_norm)    \
     FIELD(S, i64, pairs) FIELD(S, i64, normed_stream) FIELD(S, i64, rotated)                              \
     FIELD(S, i64, experts) FIELD(S, i64, chosen) FIELD(S, i64, expert_inner) FIELD(S, i64, shared_inner)  \
-    FIELD(S, i64, normed) FIELD(S, i64, sigmoid) FIELD(S, float, share_scale) FIELD(S, i64, kernel)
+    FIELD(S, i64, normed) FIELD(S, i64, sigmoid) FIELD(S, float, share_scale) FIELD(S, i64, kernel)   \
+    FIELD(S, float, clamp_alpha) FIELD(S, float, clamp_limit)
 STRUCT(Model)
 
 /* embedded: embeddings in the place of tokens, or null. reach: number of last committed tokens that nodes attend to. pool:
@@ -154,7 +158,8 @@ static int are_factors(const Linear *l, i64 kind, const void *unit) {
 static i64 check_kind(const Linear *l) {
     REFUSE(!l->weight, POINTER);
     if (l->kind == WEIGHT) return 0;
-    REFUSE(!INTEGERS || (l->kind != INT8 && l->kind != INT4) || !l->scale, KIND);
+    REFUSE(!IS_INTEGER(l) || !l->scale, KIND);
+    REFUSE(l->kind == FLOAT4 && (l->offset || l->span), KIND);
     REFUSE(l->group < 8 || l->group % 8 || l->group > MOST_GROUP || l->inputs % l->group, GROUP);
     REFUSE(l->span < 0 || l->span % 2 || l->span > MOST_NESTED / l->group, GROUP);
     REFUSE(l->span && (l->group % 16 || l->inputs / l->group % l->span), GROUP);

@@ -189,6 +189,7 @@ class CompiledDecoder(CompiledLayers):
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             if layer.expert_bias is not None:
                 own.expert_bias = self._pointer(layer.expert_bias)
+            own.sinks = None if layer.sinks is None else self._pointer(layer.sinks)
             own.window = config.layers[layer.number].window or 0
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
         self.lends_head = config.logit_scale == 1
@@ -202,6 +203,7 @@ class CompiledDecoder(CompiledLayers):
             routing = {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
             routing |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
             routing |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
+        clamped = config.clamped
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,
@@ -221,6 +223,8 @@ class CompiledDecoder(CompiledLayers):
             attention_cap=config.attention_softcap or 0.0,
             logit_cap=config.final_softcap or 0.0,
             kernel=config.conv_kernel,
+            clamp_alpha=0.0 if clamped is None else clamped.alpha,
+            clamp_limit=0.0 if clamped is None else clamped.limit,
             **routing,
         )
 

@@ -166,6 +166,10 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         hide(layer, call, row, call->done + (from + j) / G, begin, slots, depths, s, -INFINITY);
         for (i64 t = slots; t < stride; t++) s[t] = -INFINITY;
         largest[j] = largest_score(s + begin, stride - begin, m->attention_cap);
+        if (!layer->sinks) continue;
+        const float sink = layer->sinks[head * G + (from + j) % G];
+        largest[j] = sink > largest[j] ? sink : largest[j];
+        totals[j][0] = (i64)(exp_vec(splat(sink - largest[j]))[0] * UNIT);
     }
     for (i64 t = begin; t < shared; t += WEIGHED) {
         const i64 T = shared - t < WEIGHED ? shared - t : WEIGHED;
@@ -264,10 +268,17 @@ static void place(Thread *t, const Model *m, const Layer *layer, const Call *cal
         for (i64 i = first; i < last; i++) place_head(m, layer, call, index, depths, qkv, heads, strange, i);
 }
 
-INLINE vec activated(vec x, i64 gelu) {
-    vec turn = x;
-    if (gelu) turn = 1.5957691216f * (x + 0.044715f * x * x * x); /* gelu in its tanh form */
-    return x * sigmoid(turn);
+/* Return the inner values of an MLP. */
+INLINE vec gated(const Model *m, vec gate, vec up) {
+    const vec limit = splat(m->clamp_limit);
+    vec turn = gate;
+    if (m->clamp_limit) { /* NaN stays NaN */
+        gate = least(limit, gate);
+        up = most_of(-limit, least(limit, up)) + 1.0f;
+        turn = gate * m->clamp_alpha;
+    }
+    if (m->gelu) turn = 1.5957691216f * (gate + 0.044715f * gate * gate * gate); /* gelu in its tanh form */
+    return gate * sigmoid(turn) * up;
 }
 
 static void activate(const Model *m, i64 inner, float *gate_up, i64 first, i64 last) {
@@ -275,12 +286,12 @@ static void activate(const Model *m, i64 inner, float *gate_up, i64 first, i64 l
     for (i64 work = first; work < last; work++) {
         i64 at = work % parts * LANES, count = inner - at;
         float *gate = gate_up + work / parts * 2 * inner + at, *up = gate + inner;
-        if (count >= LANES) *(vec *)gate = activated(*(vec *)gate, m->gelu) * *(vec *)up;
+        if (count >= LANES) *(vec *)gate = gated(m, *(vec *)gate, *(vec *)up);
         else {
-            vec x = {};
-            for (i64 i = 0; i < count; i++) x[i] = gate[i];
-            x = activated(x, m->gelu);
-            for (i64 i = 0; i < count; i++) gate[i] = x[i] * up[i];
+            vec x = {}, y = {};
+            for (i64 i = 0; i < count; i++) x[i] = gate[i], y[i] = up[i];
+            x = gated(m, x, y);
+            for (i64 i = 0; i < count; i++) gate[i] = x[i];
         }
     }
 }
@@ -383,7 +394,7 @@ static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
 static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     Linear part = *l;
     const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
-    const i64 bytes = l->kind == INT4 ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
+    const i64 bytes = HAS_4_BITS(l) ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
     part.weight = (const char *)part.weight + bytes;
     const i64 units = l->span ? factors / l->span : 0;
     if (part.scale) part.scale = (const char *)part.scale + factors * FACTOR_BYTES(l->scale_kind);

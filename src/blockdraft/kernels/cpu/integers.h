@@ -67,7 +67,11 @@ typedef struct {
 } Rounded;
 
 #define SHARING(l) ((l)->group * ((l)->span ? (l)->span : 1)) /* inputs that share a factor */
-#define BASE(l) ((l)->kind == INT4 ? (l)->offset ? 0 : 8 : (l)->span ? 32 : SHIFTED) /* makes codes positive */
+#define BASE(l) /* makes codes positive */                                                               \
+    ((l)->kind == INT4 ? (l)->offset ? 0 : 8 : (l)->kind == FLOAT4 ? MOST_FLOAT4 : (l)->span ? 32 : SHIFTED)
+#define HAS_4_BITS(l) ((l)->kind == INT4 || (l)->kind == FLOAT4)
+#define BITS_OF(kind) ((kind) == INT8 ? 8 : 4)
+#define MOST_FLOAT4 12 /* twice the largest number of E2M1 */
 
 #define TILES(rows) (((rows) + TILE_ROWS - 1) / TILE_ROWS)
 #define TILE_BEGIN(rows, tile) ((rows) * (tile) / TILES(rows))
@@ -147,7 +151,6 @@ static void round_group(const float *x, i64 size, i64 part, int8_t *to, i64 apar
     }
 }
 
-#define IS_INTEGER(l) (INTEGERS && ((l)->kind == INT8 || (l)->kind == INT4))
 #define IS_ROUNDED(l) (NARROW || IS_INTEGER(l)) /* whether `round_inputs` comes before a product */
 
 #if NARROW
@@ -262,12 +265,35 @@ INLINE ints spread(const int8_t *four) {
     return word - (ints){};
 }
 
+/* Twice the numbers of E2M1, plus MOST_FLOAT4, by their bits. */
+static const uint8_t float4_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+/* Return the codes of 4 bits each. */
+INLINE codes of_4_bits(codes bits, const int KIND) {
+    if (KIND == INT4) return bits;
+#if LANES == 16 && defined(__AVX512BW__)
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)float4_codes));
+    return (codes)_mm512_shuffle_epi8(table, (__m512i)bits);
+#elif LANES == 8 && defined(__AVX2__)
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)float4_codes));
+    return (codes)_mm256_shuffle_epi8(table, (__m256i)bits);
+#elif LANES == 4 && defined(__SSSE3__)
+    return (codes)_mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)float4_codes), (__m128i)bits);
+#elif defined(__aarch64__)
+    return (codes)vqtbl1q_u8(vld1q_u8(float4_codes), (uint8x16_t)bits);
+#else
+    for (int i = 0; i < 4 * LANES; i++) bits[i] = float4_codes[bits[i]];
+    return bits;
+#endif
+}
+
 #ifdef PAIRS
 #define ONES ((shorts){} + 1)
 
-/* `group_sums` for at most 32 inputs. */
-INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, ints *sums, const int BITS, const int R) {
-    shorts pairs[8]; /* with 4 bits: 16 bits hold twice 8 products of at most 15 * 127 */
+/* `group_sums` for at most 32 inputs, or 16 of FLOAT4. */
+INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, ints *sums, const int KIND, const int R) {
+    const int BITS = BITS_OF(KIND);
+    shorts pairs[8]; /* with 4 bits: 16 bits hold twice 8 products of at most 15 * 127, or twice 4 of 24 * 127 */
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) pairs[r] = (shorts){};
 #pragma GCC unroll 8
@@ -275,7 +301,7 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
         codes own = *(const codes *)w;
         __builtin_prefetch(w + ahead, 0, 2);
         if (BITS == 4) {
-            codes low = own & 15, high = (codes)((shorts)own >> 4) & 15;
+            codes low = of_4_bits(own & 15, KIND), high = of_4_bits((codes)((shorts)own >> 4) & 15, KIND);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
                 pairs[r] += PAIRS(low, spread(x + i * R + r * 4)) + PAIRS(high, spread(x + (i + 4) * R + r * 4));
@@ -329,11 +355,12 @@ INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32
 
 #if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
 /* `group_sums` for two rows. One instruction multiplies 8 inputs of both with two outputs. */
-INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
+INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, const int KIND, const int R) {
+    const int BITS = BITS_OF(KIND);
     int32x4_t first = vdupq_n_s32(0), second = first; /* sums of the first two outputs and of the others, row by row */
     for (i64 i = 0; i < size; i += 8, w += 4 * BITS) {
         codes low = *(const codes *)w, high = *(const codes *)(w + (BITS == 4 ? 0 : 16));
-        if (BITS == 4) low &= 15, high >>= 4;
+        if (BITS == 4) low = of_4_bits(low & 15, KIND), high = of_4_bits(high >> 4, KIND);
         const int32x2x2_t rows = vzip_s32((int32x2_t)vld1_s8(x + i * R), (int32x2_t)vld1_s8(x + (i + 4) * R));
         const int8x16_t both = (int8x16_t)vcombine_s32(rows.val[0], rows.val[1]);
         first = vmmlaq_s32(first, both, (int8x16_t)vzip1q_s32((int32x4_t)low, (int32x4_t)high));
@@ -346,17 +373,19 @@ INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, c
 
 /* Add the products of a group's codes with the codes of R rows to `sums`. The highest bit of codes is changed where `shift`
    is 128. Weights `ahead` bytes further are prefetched. */
-INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, ints *sums, const int BITS, const int shift,
+INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, ints *sums, const int KIND, const int shift,
                        const int R) {
+    const int BITS = BITS_OF(KIND);
 #ifdef PAIRS
     (void)shift;
+    const int most = KIND == FLOAT4 ? 16 : 32;
     i64 i = 0;
-    for (; i + 32 <= size; i += 32) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, 32, sums, BITS, R);
-    if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, (int)(size - i), sums, BITS, R);
+    for (; i + most <= size; i += most) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, most, sums, KIND, R);
+    if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, (int)(size - i), sums, KIND, R);
 #else
 #if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
 #pragma GCC unroll 4
-    for (int r = 0; r + 2 <= R; r += 2) pair_sums(w, x + r * 4, size, sums + r, BITS, R);
+    for (int r = 0; r + 2 <= R; r += 2) pair_sums(w, x + r * 4, size, sums + r, KIND, R);
     const int begun = R / 2 * 2; /* rows that are done */
     if (begun == R) return;
 #else
@@ -365,7 +394,8 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, i
     for (i64 i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
         codes own = *(const codes *)w;
         __builtin_prefetch(w + ahead, 0, 2);
-        codes low = BITS == 4 ? own & 15 : own ^ (uint8_t)shift, high = (codes)((shorts)own >> 4) & 15;
+        codes low = own ^ (uint8_t)shift, high = low;
+        if (BITS == 4) low = of_4_bits(own & 15, KIND), high = of_4_bits((codes)((shorts)own >> 4) & 15, KIND);
 #pragma GCC unroll 8
         for (int r = begun; r < R; r++) sums[r] = DOT4(sums[r], low, spread(x + i * R + r * 4));
 #pragma GCC unroll 8
@@ -381,7 +411,7 @@ INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32
     ints own[TILE_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) own[r] = starts[r] - (ints){};
-    group_sums(w, ahead, x, size, own, BITS, 0, R);
+    group_sums(w, ahead, x, size, own, BITS == 4 ? INT4 : INT8, 0, R);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] += own[r] * scale;
 }
@@ -425,20 +455,20 @@ INLINE void nested_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *
 }
 
 /* `integer_tile` with scales that are not nested. */
-INLINE void flat_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *totals, const int BITS, const int R) {
-    const i64 group = l->group, groups = l->inputs / group, bytes = group * LANES * BITS / 8;
+INLINE void flat_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *totals, const int KIND, const int R) {
+    const i64 group = l->group, groups = l->inputs / group, bytes = group * LANES * BITS_OF(KIND) / 8;
     const uint8_t *w = (const uint8_t *)l->weight + block * groups * bytes;
     for (i64 g = 0; g < groups; g++) {
         const i64 at = (block * groups + g) * LANES;
         ints sums[TILE_ROWS];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) sums[r] = in.starts[g * R + r] - (ints){};
-        group_sums(w + g * bytes, ahead, in.codes + g * group * R, group, sums, BITS, SHIFTED, R);
+        group_sums(w + g * bytes, ahead, in.codes + g * group * R, group, sums, KIND, SHIFTED, R);
         const vec scale = load_factors(l->scale, at, l->scale_kind);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
             totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(in.factors[g * R + r]), totals[r]);
-        if (!l->offset) continue;
+        if (KIND == FLOAT4 || !l->offset) continue;
         const vec offset = load_factors(l->offset, at, l->offset_kind);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) totals[r] = FMA(offset, splat(in.products[g * R + r]), totals[r]);
@@ -447,40 +477,40 @@ INLINE void flat_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *to
 
 /* `tile` for one block of outputs and a tile of `in`. Several blocks at once are slower, since one stream of memory is
    prefetched best. */
-INLINE void integer_tile(const Linear *l, Rounded in, i64 block, i64 ahead, float *y, i64 ys, int add, const int BITS,
+INLINE void integer_tile(const Linear *l, Rounded in, i64 block, i64 ahead, float *y, i64 ys, int add, const int KIND,
                          const int R) {
     vec totals[TILE_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) totals[r] = (vec){};
-    if (l->span) nested_tile(l, in, block, ahead, totals, BITS, R);
-    else flat_tile(l, in, block, ahead, totals, BITS, R);
+    if (KIND != FLOAT4 && l->span) nested_tile(l, in, block, ahead, totals, BITS_OF(KIND), R);
+    else flat_tile(l, in, block, ahead, totals, KIND, R);
     for (int r = 0; r < R; r++) put_sums(l, totals[r], block * LANES, y + r * ys, add);
 }
 
 #if INTEGERS
-#define INTEGER_TILE(BITS, R)                                                                             \
-    case BITS * 16 + R:                                                                                   \
+#define INTEGER_TILE(KIND, R)                                                                             \
+    case KIND * 16 + R:                                                                                   \
         for (i64 k = 0; k < count; k++) /* each tile prefetches other blocks */                           \
-            integer_tile(l, in, block + k, tile == k * tiles / count ? ahead : 0, y, ys, add, BITS, R);   \
+            integer_tile(l, in, block + k, tile == k * tiles / count ? ahead : 0, y, ys, add, KIND, R);   \
         break;
+#if TILE_ROWS == 8
+#define INTEGER_TILES(K)                                                                                  \
+    INTEGER_TILE(K, 1) INTEGER_TILE(K, 2) INTEGER_TILE(K, 3) INTEGER_TILE(K, 4)                           \
+    INTEGER_TILE(K, 5) INTEGER_TILE(K, 6) INTEGER_TILE(K, 7) INTEGER_TILE(K, 8)
+#else
+#define INTEGER_TILES(K) INTEGER_TILE(K, 1) INTEGER_TILE(K, 2) INTEGER_TILE(K, 3) INTEGER_TILE(K, 4)
+#endif
 
 /* Multiply a tile of R rows with `count` blocks. */
 static void integer_tiles(const Linear *l, Rounded in, i64 tile, i64 tiles, i64 block, i64 count, i64 ahead, float *y,
                           i64 ys, int add, int R) {
-    switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
-        INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
-        INTEGER_TILE(8, 1) INTEGER_TILE(8, 2) INTEGER_TILE(8, 3) INTEGER_TILE(8, 4)
-#if TILE_ROWS == 8
-        INTEGER_TILE(4, 5) INTEGER_TILE(4, 6) INTEGER_TILE(4, 7) INTEGER_TILE(4, 8)
-        INTEGER_TILE(8, 5) INTEGER_TILE(8, 6) INTEGER_TILE(8, 7) INTEGER_TILE(8, 8)
-#endif
-    }
+    switch (l->kind * 16 + R) { INTEGER_TILES(INT4) INTEGER_TILES(INT8) INTEGER_TILES(FLOAT4) }
 }
 
 /* `project` for quantized weights and the blocks of outputs from `first` to `last`. All tiles are multiplied with some blocks
    that fit into the cache, while the next ones are prefetched. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
-    const i64 tiles = TILES(rows), factors = l->inputs / SHARING(l), bytes = l->inputs * LANES / (l->kind == INT4 ? 2 : 1);
+    const i64 tiles = TILES(rows), factors = l->inputs / SHARING(l), bytes = l->inputs * LANES / (HAS_4_BITS(l) ? 2 : 1);
     const i64 most = tiles == 1 ? last - first : bytes < CACHED ? CACHED / bytes : 1;
     for (i64 begin = first, count; begin < last; begin += count) {
         count = most < last - begin ? most : last - begin;
@@ -503,13 +533,14 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i6
 /* Write the weights of one output, times `factor`, to `to`. */
 static void integer_row(const Linear *l, i64 output, float factor, float *to) {
     const i64 lane = output % LANES, groups = l->inputs / l->group, block = output / LANES;
-    const int is4 = l->kind == INT4, base = is4 || l->span ? BASE(l) : 0;
+    const int is4 = HAS_4_BITS(l), base = is4 || l->span ? BASE(l) : 0;
     const uint8_t *w = (const uint8_t *)l->weight + block * l->inputs * LANES / (is4 ? 2 : 1);
     for (i64 i = 0; i < l->inputs; i++) {
         const i64 g = i / l->group, at = (block * groups + g) * LANES + lane, k = i % 8;
         const i64 unit_at = l->span ? (block * (groups / l->span) + g / l->span) * LANES + lane : 0;
         int code = is4 ? w[(i / 8 * LANES + lane) * 4 + k % 4] >> (k < 4 ? 0 : 4) & 15
                        : (int8_t)w[(i / 4 * LANES + lane) * 4 + i % 4];
+        if (l->kind == FLOAT4) code = float4_codes[code];
         float weight = (float)(code - base) * one_factor(l->scale, at, l->scale_kind, l->scale_unit, unit_at);
         if (l->offset) weight += one_factor(l->offset, at, l->offset_kind, l->offset_unit, unit_at);
         to[i] = factor * weight;

@@ -60,6 +60,8 @@ typedef short eight __attribute__((vector_size(16)));
 #define INT8 2
 #define INT4 3
 #define FLOAT16 4
+#define FLOAT4 5 /* floating-point numbers of 4 bits, E2M1 */
+#define IS_INTEGER(l) (INTEGERS && ((l)->kind == INT8 || (l)->kind == INT4 || (l)->kind == FLOAT4))
 #define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
 #define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* size of a key or value in the store; with 8 bits a factor follows */
 

@@ -24,6 +24,7 @@ from blockdraft.nn.quantization import InterleavedWeight, spans
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # codes of kernels.h for dtypes of weights and stores
 INTEGERS = {8: 2, 4: 3}  # its codes for integers, by bits
+FLOAT4 = 5  # its code for 4-bit floating-point numbers
 STORES = KINDS | {torch.int8: INTEGERS[8]}
 FACTORS = {torch.float32: 0, torch.int8: 2, torch.float16: 4}  # its codes for dtypes of scales and offsets
 DTYPES = {number: dtype for dtype, number in STORES.items()}
@@ -70,7 +71,7 @@ class LayerFields(Fields):
         ("attention_conv", ConvolutionFields),
         ("mlp_conv", ConvolutionFields),
         *((name, LinearFields) for name in ROUTED),
-        *((name, c_void_p) for name in ("expert_bias", "taps")),
+        *((name, c_void_p) for name in ("expert_bias", "taps", "sinks")),
     ]
 
 
@@ -91,6 +92,7 @@ class ModelFields(Fields):
         *((name, c_int64) for name in ("experts", "chosen", "expert_inner", "shared_inner", "normed", "sigmoid")),
         ("share_scale", c_float),
         ("kernel", c_int64),
+        *((name, c_float) for name in ("clamp_alpha", "clamp_limit")),
     ]
 
 
@@ -277,7 +279,8 @@ class Product:
                 setattr(self.fields, name, tensor.data_ptr())
             for name in tensors.keys() & {"scale", "offset"}:
                 setattr(self.fields, f"{name}_kind", FACTORS[tensors[name].dtype])
-            self.fields.kind, self.fields.group = INTEGERS[weight.bits], weight.group
+            self.fields.kind = FLOAT4 if weight.floating else INTEGERS[weight.bits]
+            self.fields.group = weight.group
             self.fields.span = max(spans(weight.scale, weight.offset), default=0)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:

@@ -29,7 +29,7 @@ from blockdraft.machine import cache_folder, weights_limit
 from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantization import InterleavedWeight
 
-LAYOUT = 2  # version of these files; raise it when code outside of `MAKERS` changes their numbers
+LAYOUT = 3  # version of these files; raise it when code outside of `MAKERS` changes their numbers
 MAKERS = ("packed.py", "quantization.py")  # modules of nn whose code decides the numbers
 SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 disables the cache
 LEAST_BYTES = 64 << 20  # smallest checkpoint to cache; smaller ones are packed quickly
@@ -106,7 +106,8 @@ class CachedWeights:
         outputs, bits = entry["outputs"], entry["bits"]
         if bits is None:
             return PackedWeight(self._kernels, parts["weight"], outputs, entry["inputs"])
-        return PackedWeight(self._kernels, InterleavedWeight.of_tensors(parts, bits, outputs), outputs, entry["inputs"])
+        data = InterleavedWeight.of_tensors(parts, bits, outputs, entry["floating"])
+        return PackedWeight(self._kernels, data, outputs, entry["inputs"])
 
     def _tensor(self, begin: int, end: int, dtype: str, shape: list[int]) -> Tensor:
         return self._bytes[begin:end].view(DTYPES[dtype]).view(shape)
@@ -182,8 +183,9 @@ def _add(file: BinaryIO, packed: PackedWeight) -> dict[str, Any]:
         begin = file.tell()
         file.write(tensor.view(-1).view(torch.uint8).numpy().data)
         parts[name] = {"begin": begin, "end": file.tell(), "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
-    bits = None if isinstance(data, Tensor) else data.bits
-    return {"parts": parts, "bits": bits, "outputs": packed.outputs, "inputs": packed.inputs}
+    bits, floating = (None, False) if isinstance(data, Tensor) else (data.bits, data.floating)
+    sizes = {"outputs": packed.outputs, "inputs": packed.inputs}
+    return {"parts": parts, "bits": bits, "floating": floating, **sizes}
 
 
 def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:

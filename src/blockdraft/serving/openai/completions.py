@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.engine.text import REPLACEMENT
+from blockdraft.engine.text import REPLACEMENT, text_decoder
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
 from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
@@ -169,6 +168,7 @@ class TextOffsets:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._context, self._pending = prompt[-CONTEXT:], list[int]()  # tokens decoded before, and those in progress
         self._length = 0  # of the text before `_pending`
+        self._without_special = None if tokenizer is None else text_decoder(tokenizer)
 
     def of_prompt(self, text: str) -> list[int]:
         """Return the places of the prompt's tokens, if the text begins with the prompt."""
@@ -196,7 +196,7 @@ class TextOffsets:
         return places
 
     def _text(self, skip_special_tokens: bool) -> str:
-        if self._tokenizer is None or not self._pending:
+        if self._tokenizer is None or self._without_special is None or not self._pending:
             return ""
-        decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        decode: Callable[[list[int]], Any] = self._without_special if skip_special_tokens else self._tokenizer.decode
         return str(decode([*self._context, *self._pending]))[len(decode(self._context)) :]

@@ -118,12 +118,12 @@ def find_marker(text: str, marker: str) -> int:
     return len(text) - partial
 
 
-def _json_expression(schema: Any) -> str:
+def json_expression(schema: Any) -> str:
     """Return JSON of a schema as an expression of Lark."""
     return "%json " + json.dumps({**schema, "x-guidance": COMPACT} if isinstance(schema, dict) else schema)
 
 
-def _object_schema(schema: Schema) -> Schema:
+def object_schema(schema: Schema) -> Schema:
     """Return the schema of a tool's arguments, an object without other arguments than the named ones."""
     closed: Schema = close({"type": "object", "properties": {}, **schema})
     return closed
@@ -163,6 +163,14 @@ def _decode(text: str) -> Any:
         return _DECODER.decode(text)
     except (RecursionError, ValueError) as error:
         raise InvalidCall(str(error)) from error
+
+
+def decode_arguments(text: str) -> str:
+    """Return arguments that are a JSON object, normalized, or raise an InvalidCall. No text is no arguments."""
+    value = _decode(text.strip() or "{}")
+    if not isinstance(value, dict):
+        raise InvalidCall("no arguments")
+    return _encode(value)
 
 
 def _encode(value: Any) -> str:
@@ -239,7 +247,7 @@ class Hermes:
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         start = literal(f'{TOOL_CALL}\n{{"name": {json.dumps(name)}, "arguments": ', added)
-        return " ".join([start, _json_expression(_object_schema(schema)), literal("}\n" + TOOL_CALL_END, added)])
+        return " ".join([start, json_expression(object_schema(schema)), literal("}\n" + TOOL_CALL_END, added)])
 
 
 class PlainJson:
@@ -305,7 +313,7 @@ class PlainJson:
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         start = literal(f'{{"name": {json.dumps(name)}, "{self._arguments}": ', added)
-        return " ".join([start, _json_expression(_object_schema(schema)), literal("}", added)])
+        return " ".join([start, json_expression(object_schema(schema)), literal("}", added)])
 
 
 def _skip_space(text: str, index: int) -> int:
@@ -373,7 +381,7 @@ class Qwen3Coder:
         return _end_of_calls(text, index, calls, final) if marker == TOOL_CALL else Match(index, calls)
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
-        schema = _object_schema(schema)
+        schema = object_schema(schema)
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = [literal(f"{TOOL_CALL}\n{FUNCTION}{name}>\n", added)]
         for key, inner in schema["properties"].items():
@@ -385,7 +393,7 @@ class Qwen3Coder:
                 value = "parameter_text"
             else:
                 inner = inner if isinstance(inner, dict) else {}
-                value = f"({_json_expression({**inner, **definitions})}) {end}"
+                value = f"({json_expression({**inner, **definitions})}) {end}"
             parameter = literal(f"{PARAMETER}{key}>\n", added) + " " + value
             parts.append(parameter if key in schema.get("required", ()) else f"({parameter})?")
         return " ".join([*parts, literal(FUNCTION_END + "\n" + TOOL_CALL_END, added)])
@@ -455,8 +463,8 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> Format:
 
 
 def allows_parallel_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the template accepts a message with several calls, which templates of Llama 3 refuse."""
-    return "single tool-call" not in template_of(tokenizer)
+    """Return whether the template accepts a message with several calls, unlike those of Llama 3 and gpt-oss."""
+    return not any(words in template_of(tokenizer) for words in ("single tool-call", "max 1 tool call"))
 
 
 def may_reason(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.chat_text import HARMONY, harmony_ids
 from blockdraft.engine.grammar import JSON_STYLE, check_patterns, compile_schema
 from blockdraft.errors import UsageError
 from blockdraft.serving.json_schemas import tool_schemas
@@ -23,6 +24,7 @@ from blockdraft.serving.tool_calls.formats import (
     literal,
     may_reason,
 )
+from blockdraft.serving.tool_calls.harmony import PROMPT_END, harmony_grammar
 from blockdraft.types import Grammar
 
 
@@ -51,6 +53,16 @@ def grammar_of(
         raise UsageError(f"tool_choice names {name[:80]!r}; the tools are {', '.join(tools)[:200]}.")
     if not tools and content is None:
         return None
+    for tool, schema in tools.items():
+        try:
+            check_patterns(schema)
+        except ValueError as error:
+            raise UsageError(f"tools holds parameters of {tool} that cannot be followed: {error}.") from error
+    if harmony_ids(tokenizer):
+        chosen = {tool: schema for tool, schema in tools.items() if name in (None, tool)}
+        expression = None if content is None or required else _json_content(content)
+        begun = not prompt_text.endswith(PROMPT_END)
+        return Grammar("lark", harmony_grammar(chosen, expression, begun, HARMONY))
     added = {TOOL_CALL, TOOL_CALL_END, THINK, THINK_END} & set(tokenizer.get_added_vocab())
     reasoning = _optional_reasoning(tokenizer, prompt_text, added)
     if not tools and not reasoning:
@@ -73,11 +85,6 @@ def grammar_of(
             rules.append("text: /(?s:.*)/")
         else:
             outputs.append(f"call ({literal(form.separator, added)} call)*" if parallel else "call")
-        for tool, schema in tools.items():
-            try:
-                check_patterns(schema)
-            except ValueError as error:
-                raise UsageError(f"tools holds parameters of {tool} that cannot be followed: {error}.") from error
         calls = [form.grammar(tool, schema, added) for tool, schema in tools.items() if name in (None, tool)]
         rules += [f"call: {' | '.join(calls)}", form.rules]
     if content is not None and not required:

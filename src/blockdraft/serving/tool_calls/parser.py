@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.chat_text import harmony_ids
 from blockdraft.serving.json_schemas import Tools, tool_schemas
 from blockdraft.serving.request import Chat, TextDelta, ToolCall
 from blockdraft.serving.tool_calls.formats import (
@@ -21,13 +22,14 @@ from blockdraft.serving.tool_calls.formats import (
     is_reasoning,
     may_reason,
 )
+from blockdraft.serving.tool_calls.harmony import PROMPT_END, HarmonyParser
 
 Part: TypeAlias = "TextDelta | ToolCall"
 
 
 def parser_of(
     tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt_text: str = "", json_content: bool = False
-) -> OutputParser:
+) -> OutputParser | HarmonyParser:
     """Return the parser for the output of one choice.
 
     Without tools, or if `tool_choice` forbids calls, calls remain text.
@@ -43,12 +45,15 @@ def parser_of(
     if tools and chat.tool_choice.mode != "none":
         own = format_of(tokenizer)
         formats = tuple(form for form in FORMATS if form.marked or not (own.marked and json_content))
+    parallel = chat.parallel_tool_calls and allows_parallel_calls(tokenizer) and chat.tool_choice.name is None
+    if harmony_ids(tokenizer):
+        return HarmonyParser(tools if formats else (), parallel, begun=not prompt_text.endswith(PROMPT_END))
     return OutputParser(
         formats,
         tools,
         may_reason=may_reason(tokenizer),
         reasoning=is_reasoning(prompt_text),
-        parallel=chat.parallel_tool_calls and allows_parallel_calls(tokenizer) and chat.tool_choice.name is None,
+        parallel=parallel,
     )
 
 

@@ -31,6 +31,7 @@ FAMILIES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
     "granite": "granite",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
@@ -48,6 +49,7 @@ CAUSAL_LMS = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
@@ -65,7 +67,7 @@ GRANITE_SCALES = {
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
 PARTLY_ROTATED = ("phi3", "qwen35")  # architectures that may rotate a part of each head
-MIXTURES = ("lfm2moe", "qwen2moe", "qwen3moe")
+MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe")
 CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
 KV_HEADS = "attention.head_count_kv"
 SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
@@ -148,6 +150,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         if window:
             raise NotCovered("it has a sliding window")
         fields |= convolution_fields(get, fields, metadata[f"{name}.{KV_HEADS}"])
+    elif name == "gpt-oss":
+        fields |= gpt_oss_fields(get, fields)
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     if name in MIXTURES:
@@ -261,8 +265,28 @@ def convolution_fields(get: Get, fields: Mapping[str, Any], kv_heads: int | list
     }
 
 
+def gpt_oss_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the windows of gpt-oss, and its rotary embeddings.
+
+    Files have no key for `truncate`. The model was trained without it, although llama.cpp truncates.
+    """
+    layers = fields["num_hidden_layers"]
+    return {
+        "sliding_window": get("attention.sliding_window"),
+        "layer_types": windowed_types(get("attention.sliding_window_pattern", 2), layers),
+        "rope_parameters": fields["rope_parameters"] | {"truncate": False},
+    }
+
+
+def windowed_types(pattern: int | list[bool], layers: int) -> list[str]:
+    """Return `layer_types` for a list of which layers have a window, or N: of each N layers, the last has none."""
+    if not isinstance(pattern, list):
+        pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
+    return ["sliding_attention" if near else "full_attention" for near in pattern[:layers]]
+
+
 def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of mixtures of experts. In LFM2 the first layers have none, in Qwen all have."""
+    """Return the fields of mixtures of experts. In LFM2 the first layers have none, in others all have."""
     count, chosen, sigmoid = get("expert_count"), get("expert_used_count"), name == "lfm2moe"
     dense = get("leading_dense_block_count", 0) if sigmoid else 0
     first = f"blk.{dense}.ffn_gate_exps.weight"
@@ -279,6 +303,8 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     if not sigmoid and (scale != 1 or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX)):
         raise NotCovered("its router does not choose by a softmax")
     inner = get("expert_feed_forward_length", 0) or fields["intermediate_size"] // chosen
+    if name == "gpt-oss":
+        return {"num_local_experts": count, "num_experts_per_tok": chosen, "intermediate_size": inner}
     routing = {
         "num_experts": count,
         "num_experts_per_tok": chosen,
@@ -315,13 +341,11 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
     second = name == "gemma2"
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     window = get("attention.sliding_window", GEMMA2_WINDOW if second else None)
-    pattern = get("attention.sliding_window_pattern", 2 if second else 6)
-    if not isinstance(pattern, list):  # of each `pattern` layers, the last has full attention
-        pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
+    pattern = get("attention.sliding_window_pattern", 2 if second else 6) if window else 1
     caps = GEMMA2_CAPS if second else (None, None)
     specific = {
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if window and near else "full_attention" for near in pattern],
+        "layer_types": windowed_types(pattern, layers),
         "query_pre_attn_scalar": fields["hidden_size"] // heads
         if layers == WIDE_GEMMA_LAYERS[name]
         else fields["head_dim"],

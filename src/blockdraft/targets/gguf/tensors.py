@@ -29,6 +29,7 @@ SHOWN = (
     (".dt_bias", ".dt_proj.bias"),
     (".expert_bias", ".expert_bias.bias"),
     (".layer_scalar", ".layer_scalar.weight"),
+    ("self_attn.sinks", "self_attn.sinks.weight"),
 )
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
 # For users who have only the file.
@@ -126,6 +127,8 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
             tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise NotCovered(f"{theirs} has the shape {list(tensor.shape)} instead of {list(shape)}")
+        if ours.endswith(".bias") and tensor.kind not in FLOATS:
+            raise NotCovered(f"{theirs} is of the type {tensor.kind} instead of {', '.join(FLOATS)}")
         weights[ours] = tensor if expert is None else tensor.part(int(expert[1]))
     expanded = set[str]()
     for layer in range(len(config.layers)):
