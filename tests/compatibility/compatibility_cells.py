@@ -69,7 +69,8 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-NATIVE_ONLY = {"compiled for a CPU": {"qwen3_5_text"}, "jax": {"phi3", "qwen3_moe", "qwen3_5_text"}}
+QWEN3_5 = {"qwen3_5_text", "qwen3_5_moe_text"}
+NATIVE_ONLY = {"compiled for a CPU": QWEN3_5, "jax": {"phi3", "qwen3_moe", *QWEN3_5}}
 
 
 class Cell(NamedTuple):

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }  # others go by their model_type
 # Where the factors in float16 lie in a block, and how many there are; other types have them elsewhere.
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -83,7 +84,7 @@ def write_gguf(
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
@@ -113,22 +114,25 @@ def write_gguf(
             data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             data = data + 1
-        kind = kinds if isinstance(kinds, str) else next((k for part, k in kinds.items() if part in theirs), "F32")
-        add_tensor(
-            writer, theirs, data, "F32" if data.ndim == 1 or "gate_inp" in theirs or "conv1d" in theirs else kind
-        )
+        add_tensor(writer, theirs, data, kind_of(theirs, data, kinds))
     for name, data in (extra or {}).items():
-        add_tensor(writer, name, data, "F32")
+        add_tensor(writer, name, data, kind_of(name, data, kinds))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def kind_of(name: str, data: np.ndarray, kinds: Mapping[str, str] | str) -> str:
+    if data.ndim == 1 or "gate_inp" in name or "conv1d" in name:
+        return "F32"
+    return kinds if isinstance(kinds, str) else next((kind for part, kind in kinds.items() if part in name), "F32")
+
+
 def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Tensors as llama.cpp's converter names and shapes them."""
     for name, tensor in model.state_dict().items():
-        if model.config.model_type == "qwen3_5_text":
+        if model.config.model_type.startswith("qwen3_5"):
             name, tensor = as_qwen35(model.config, name, tensor)
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)

@@ -85,3 +85,27 @@ def test_drafted_outputs_are_the_plain_ones(target: Target) -> None:
     for drafting in (Drafting(None), Drafting(tree_budget=8)):
         engine = Engine(target, load_drafter("lookup", target=target), max_batch_size=3, drafting=drafting)
         assert [own.token_ids for own in engine.generate(prompts, params)] == [own.token_ids for own in plain]
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_prefixes_and_quantized_caches_of_mixtures(
+    name: str, kv_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, kinds, differences, metadata = FILES[name]
+    write_gguf(
+        tmp_path / "m.gguf", model_of(family, **WIDE | differences), kinds, metadata=MODELS[family][1] | metadata
+    )
+    target = load_target(tmp_path / "m.gguf", device="cpu", compile="on", kv_dtype=kv_dtype)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    prompt, params = [(5 * i * i) % 89 + 4 for i in range(40)], SamplingParams(12, ignore_eos=True)
+    [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], params)
+    for stored, remembered in ((0, 39), (16, 32)):  # in memory; then by another engine, from disk
+        for _ in range(2):
+            with Engine(target, load_drafter("lookup", target=target), stored_prefix_tokens=stored) as engine:
+                first = engine.submit(prompt, params, instruction_tokens=32)
+                first.result(60)
+                last = first if stored else engine.submit(prompt, params)
+                last.result(60)
+            assert first.token_ids == last.token_ids == plain.token_ids
+        assert last.stats.remembered == remembered

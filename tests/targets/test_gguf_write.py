@@ -23,7 +23,7 @@ def write(folder: Path, name: str, **differences: Any) -> Path:
     return folder / "m.gguf"
 
 
-UNWRITABLE = ("phi3-long", "qwen2_moe", "qwen2_moe-old", "qwen3_moe", "qwen3_5_text")
+UNWRITABLE = ("phi3-long", "qwen2_moe", "qwen2_moe-old", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
 WRITABLE = [name for name in MODELS if name not in UNWRITABLE]
 
 

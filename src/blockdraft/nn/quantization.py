@@ -134,8 +134,8 @@ class QuantizedWeight:
             weight = weight + self.offset.float().unsqueeze(-1)
         return weight.flatten(1)
 
-    def channels(self, index: Tensor) -> QuantizedWeight:
-        """Return the output channels with these indices, `[n]` int64."""
+    def channels(self, index: Tensor | slice) -> QuantizedWeight:
+        """Return the output channels with these indices, `[n]` int64, or those of a slice on the same memory."""
         scale = _map_factors(self.scale, lambda part: part[index])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[index])
         return QuantizedWeight(self.codes[index], scale, offset, self.bits)
@@ -323,6 +323,11 @@ class InterleavedWeight:
         )
         assert scale is not None
         return cls(tensors["weight"], scale, offset, bits, outputs)
+
+    def blocks(self, begin: int, end: int) -> InterleavedWeight:
+        """Return some blocks of output channels, on the same memory."""
+        tensors, lanes = {name: tensor[begin:end] for name, tensor in self.tensors().items()}, self.codes.size(2)
+        return InterleavedWeight.of_tensors(tensors, self.bits, min(end * lanes, self.outputs) - begin * lanes)
 
     @property
     def group(self) -> int:

@@ -32,6 +32,7 @@ MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more no
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers without a state
 ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along a chain and not along a tree"
+EXPERTS_TOGETHER = ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")  # families whose experts transformers stacks
 # Families whose output would be wrong, though their layers attend or are recurrent.
 REFUSED_FAMILIES = {
     "bloom": ALIBI,
@@ -252,7 +253,7 @@ class HFTarget(CheckpointTarget):
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.model.named_parameters():
-            if self._config.model_type in ("qwen2_moe", "qwen3_moe") and ".mlp.experts." in name:
+            if self._config.model_type in EXPERTS_TOGETHER and ".mlp.experts." in name:
                 yield from _experts_alone(name, weight)
             else:
                 yield name, weight
