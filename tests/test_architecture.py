@@ -46,7 +46,7 @@ DECODE_FOR = {
 
 # A drafter is a folder of `drafters`, whose files stand among the layers by the part that they play.
 PARTS = {
-    **dict.fromkeys(("network", "target_network", "config"), "nn"),
+    **dict.fromkeys(("network", "target_network", "decoder_network", "config"), "nn"),
     "compiled": "kernels.cpu",
     "captured": "kernels.cuda",
     "jax": "jax",
