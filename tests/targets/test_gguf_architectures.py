@@ -100,12 +100,10 @@ def test_prefixes_and_quantized_caches_of_mixtures(
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     prompt, params = [(5 * i * i) % 89 + 4 for i in range(40)], SamplingParams(12, ignore_eos=True)
     [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], params)
-    for stored, remembered in ((0, 39), (16, 32)):  # in memory; then by another engine, from disk
+    for kept, stored, remembered in ((200, 0, [0, 32]), (0, 16, [32, 32])):  # in memory; then on disk
         for _ in range(2):
-            with Engine(target, load_drafter("lookup", target=target), stored_prefix_tokens=stored) as engine:
-                first = engine.submit(prompt, params, instruction_tokens=32)
-                first.result(60)
-                last = first if stored else engine.submit(prompt, params)
-                last.result(60)
-            assert first.token_ids == last.token_ids == plain.token_ids
-        assert last.stats.remembered == remembered
+            drafter = load_drafter("lookup", target=target)
+            with Engine(target, drafter, prefix_tokens=kept, stored_prefix_tokens=stored) as engine:
+                done = [engine.submit(prompt, params, instruction_tokens=32).result(60) for _ in range(2)]
+            assert [own.token_ids for own in done] == [plain.token_ids] * 2
+        assert [min(own.stats.remembered, 32) for own in done] == remembered

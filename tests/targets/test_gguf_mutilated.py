@@ -14,7 +14,7 @@ from blockdraft.errors import UsageError
 from blockdraft.targets import load_target
 
 TIMES = 50
-NAMES = ("qwen3", "granite", "phi3", "smollm3", "qwen2_moe", "qwen3_moe", "qwen3_5_text")
+NAMES = ("qwen3", "granite", "phi3", "smollm3", "qwen2_moe", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
 KINDS = {"attn_q": "Q8_0", "ffn": "Q4_0", "token": "Q5_0", "output.": "IQ4_NL"}
 NUMBERS = (0, 1, 2, 3, 7, 31, 32, 33, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32 - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -212,12 +213,17 @@ class DecoderLayer(nn.Module):
         # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products of
         # torch have one shape whichever nodes chose the expert, as exact forward passes need.
         takes_all = len(x) <= EXACT_NODES and self.gate_up.kernels is None
-        for expert in chosen.unique().tolist():
-            share = shares[:, expert, None]
-            nodes = slice(None) if takes_all else share[:, 0].nonzero()[:, 0]
+        nodes_of = defaultdict[int, list[int]](list)
+        for node, experts_of_node in enumerate(chosen.tolist()):
+            for expert in experts_of_node:
+                nodes_of[expert].append(node)
+        for expert, own in sorted(nodes_of.items()):
+            whole = takes_all or len(own) == len(x)
+            nodes = slice(None) if whole else torch.tensor(own, device=x.device)
+            share = shares[nodes, expert, None]
             gate, up = self._expert("gate_up", expert)(x[nodes]).chunk(2, dim=-1)
-            mlp = self._expert("down", expert)(self.activation(gate) * up) * share[nodes]
-            out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of other nodes may be infinite
+            mlp = self._expert("down", expert)(self.activation(gate) * up) * share
+            out[nodes] += mlp.masked_fill(share == 0, 0.0) if takes_all else mlp  # of other nodes it may be infinite
         if experts.shared_size:
             gate, up = self.shared_gate_up(x).chunk(2, dim=-1)
             out += self.shared_down(self.activation(gate) * up) * self.shared_gate(x).sigmoid()

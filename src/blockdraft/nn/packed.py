@@ -165,7 +165,7 @@ class PackedLinear(nn.Module):
         return self._kernels
 
     def part(self, begin: int, end: int) -> PackedLinear:
-        """Return the layer of some output channels, without bias, on the same memory. Packed ones fill whole blocks."""
+        """Return the layer of some output channels, on the same memory. Packed ones fill whole blocks."""
         weight: Tensor | QuantizedWeight | PackedWeight
         if self._kernels is None:
             own = slice(begin, end)
@@ -176,7 +176,7 @@ class PackedLinear(nn.Module):
             first, last, whole = begin // lanes, end // lanes, self.quantized
             data = whole.blocks(first, last) if isinstance(whole, InterleavedWeight) else self.stored[first:last]
             weight = PackedWeight(self._kernels, data, end - begin, self.in_features)
-        part = PackedLinear(weight)
+        part = PackedLinear(weight, None if self.bias is None else self.bias[begin:end])
         part.dtype = self.dtype
         return part
 

@@ -13,7 +13,7 @@ columns to compensate each error, as far as inputs are correlated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import TypeAlias
@@ -326,8 +326,11 @@ class InterleavedWeight:
 
     def blocks(self, begin: int, end: int) -> InterleavedWeight:
         """Return some blocks of output channels, on the same memory."""
-        tensors, lanes = {name: tensor[begin:end] for name, tensor in self.tensors().items()}, self.codes.size(2)
-        return InterleavedWeight.of_tensors(tensors, self.bits, min(end * lanes, self.outputs) - begin * lanes)
+        lanes, own = self.codes.size(2), slice(begin, end)
+        scale = _map_factors(self.scale, lambda part: part[own])
+        offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[own])
+        outputs = min(end * lanes, self.outputs) - begin * lanes
+        return replace(self, codes=self.codes[own], scale=scale, offset=offset, outputs=outputs)
 
     @property
     def group(self) -> int:

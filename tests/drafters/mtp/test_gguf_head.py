@@ -1,6 +1,7 @@
 """MTP heads in GGUF files: the draft tokens of the folder that a file was made of, and no other output."""
 
 import json
+import random
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[2] / "targets"))
 from gguf_models import DELTA_NET, DELTA_NET_KEYS, EXPERT_KEYS, EXPERTS, SMALL
 from gguf_writer import ARCHITECTURES, as_qwen35, tiny, write_gguf, writer_arch
+from test_gguf_mutilated import damaged
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -56,14 +58,14 @@ def head_of(family: str) -> dict[str, Tensor]:
     """Tensors of a head by their names in folders, without `mtp.`."""
     kinds = ["linear_attention"] * LAYERS + ["full_attention"]
     whole = tiny(config_of(family, num_hidden_layers=LAYERS + 1, layer_types=kinds), seed=1)
-    prefix, random = f"model.layers.{LAYERS}.", np.random.default_rng(2)
+    prefix, numbers = f"model.layers.{LAYERS}.", np.random.default_rng(2)
     head = {
         name.replace(prefix, "layers.0.", 1): weight
         for name, weight in whole.state_dict().items()
         if name.startswith(prefix)
     }
     for own in AROUND.values():
-        drawn = random.standard_normal((64, 128) if own == "fc" else (64,), dtype=np.float32)
+        drawn = numbers.standard_normal((64, 128) if own == "fc" else (64,), dtype=np.float32)
         head[f"{own}.weight"] = torch.from_numpy(0.2 * drawn)
     return head
 
@@ -163,3 +165,18 @@ def test_heads_that_do_not_fit_are_refused(
     target = load_target(write_file(tmp_path / "model.gguf", family, head=head, **keys), device="cpu", compile="off")
     with pytest.raises(UsageError, match=message):
         load_drafter("mtp", target=target)
+
+
+@pytest.mark.slow
+def test_damage_is_reported(tmp_path: Path) -> None:
+    content = write_file(tmp_path / "whole.gguf", "qwen3_5_moe_text", "Q8_0").read_bytes()
+    chance, path = random.Random(2), tmp_path / "damaged.gguf"
+    for _ in range(60):
+        path.write_bytes(damaged(content, chance))
+        try:
+            target = load_target(path, device="cpu", compile="off")
+            Engine(target, load_drafter("mtp", target=target), drafting=Drafting(3)).generate(
+                PROMPTS[:1], SamplingParams(3, ignore_eos=True)
+            )
+        except UsageError as error:
+            assert "damaged.gguf" in str(error) and len(str(error)) < 1000
