@@ -46,7 +46,7 @@ DECODE_FOR = {
 
 # Layers of the files of a drafter's folder.
 PARTS = {
-    **dict.fromkeys(("network", "target_network", "config"), "nn"),
+    **dict.fromkeys(("network", "target_network", "decoder_network", "config"), "nn"),
     "compiled": "kernels.cpu",
     "captured": "kernels.cuda",
     "jax": "jax",

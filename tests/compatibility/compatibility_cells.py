@@ -71,9 +71,10 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
+QWEN3_5 = {"qwen3_5_text", "qwen3_5_moe_text"}
 NATIVE_ONLY = {
-    "compiled for a CPU": {"gemma4_text", "qwen3_5_text"},
-    "jax": {"gemma4_text", "gpt_oss", "phi3", "qwen3_moe", "qwen3_5_text", "lfm2", "lfm2_moe"},
+    "compiled for a CPU": {"gemma4_text", *QWEN3_5},
+    "jax": {"gemma4_text", "gpt_oss", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", *QWEN3_5},
 }
 
 

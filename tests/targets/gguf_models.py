@@ -204,6 +204,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         },
         {},
     ),
+    "qwen3_5_moe_text": (
+        DELTA_NET
+        | EXPERTS
+        | {
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 64,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+        DELTA_NET_KEYS | EXPERT_KEYS | {"expert_shared_feed_forward_length": 64},
+        {},
+    ),
     "gemma": ({"tie_word_embeddings": True}, {}, {}),
     "gemma2": (
         {

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }  # others go by their model_type
 # Where the factors in float16 lie in a block, and how many there are; other types have them elsewhere.
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -118,27 +119,34 @@ def write_gguf(
             data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             data = data + 1
-        kind = kinds if isinstance(kinds, str) else next((k for part, k in kinds.items() if part in theirs), "F32")
-        add_tensor(writer, theirs, data, "F32" if data.ndim == 1 or any(own in theirs for own in SMALL_PARTS) else kind)
+        add_tensor(writer, theirs, data, kind_of(theirs, data, kinds))
     for name, data in (extra or {}).items():
-        add_tensor(writer, name, data, "F32")
+        add_tensor(writer, name, data, kind_of(name, data, kinds))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def inner_sizes(config: Any) -> int | list[int]:
-    """Return the inner size of all layers, or of each one if they differ."""
-    size: int = config.intermediate_size
+def inner_sizes(config: Any) -> int | list[int] | None:
+    """Return the inner size of all layers, or of each one if they differ, or None if all have experts alone."""
+    size: int | None = getattr(config, "intermediate_size", None)
     shared = config.num_kv_shared_layers if getattr(config, "use_double_wide_mlp", False) else 0
+    if size is None:
+        return None
     return [size] * (config.num_hidden_layers - shared) + [2 * size] * shared if shared else size
+
+
+def kind_of(name: str, data: np.ndarray, kinds: Mapping[str, str] | str) -> str:
+    if data.ndim == 1 or any(part in name for part in SMALL_PARTS):
+        return "F32"
+    return kinds if isinstance(kinds, str) else next((kind for part, kind in kinds.items() if part in name), "F32")
 
 
 def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Tensors as llama.cpp's converter names and shapes them."""
     for name, tensor in model.state_dict().items():
-        if model.config.model_type == "qwen3_5_text":
+        if model.config.model_type.startswith("qwen3_5"):
             name, tensor = as_qwen35(model.config, name, tensor)
         if model.config.model_type == "gpt_oss":
             yield from as_gpt_oss(name, tensor)

@@ -105,3 +105,25 @@ def assert_lossless(target: Target) -> None:
     for drafting in (Drafting(None), Drafting(tree_budget=8)):
         engine = Engine(target, load_drafter("lookup", target=target), max_batch_size=3, drafting=drafting)
         assert [own.token_ids for own in engine.generate(prompts, params)] == [own.token_ids for own in plain]
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_prefixes_and_quantized_caches_of_mixtures(
+    name: str, kv_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, kinds, differences, metadata = FILES[name]
+    write_gguf(
+        tmp_path / "m.gguf", model_of(family, **WIDE | differences), kinds, metadata=MODELS[family][1] | metadata
+    )
+    target = load_target(tmp_path / "m.gguf", device="cpu", compile="on", kv_dtype=kv_dtype)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    prompt, params = [(5 * i * i) % 89 + 4 for i in range(40)], SamplingParams(12, ignore_eos=True)
+    [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], params)
+    for kept, stored, remembered in ((200, 0, [0, 32]), (0, 16, [32, 32])):  # in memory; then on disk
+        for _ in range(2):
+            drafter = load_drafter("lookup", target=target)
+            with Engine(target, drafter, prefix_tokens=kept, stored_prefix_tokens=stored) as engine:
+                done = [engine.submit(prompt, params, instruction_tokens=32).result(60) for _ in range(2)]
+            assert [own.token_ids for own in done] == [plain.token_ids] * 2
+        assert [min(own.stats.remembered, 32) for own in done] == remembered

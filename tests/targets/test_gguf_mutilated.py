@@ -27,6 +27,7 @@ NAMES = (
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 KINDS = {"per_layer": "F32", "attn_q": "Q8_0", "ffn": "Q4_0", "token": "Q5_0", "output.": "IQ4_NL"}
 LAST_NORMS = (b"output_norm.weight", b"token_embd_norm.weight")  # last tensors of a header

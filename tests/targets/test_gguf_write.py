@@ -33,6 +33,7 @@ UNWRITABLE = (
     "qwen2_moe-old",
     "qwen3_moe",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 WRITABLE = [name for name in MODELS if name not in UNWRITABLE]
 

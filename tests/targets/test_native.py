@@ -37,7 +37,7 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-UNCOMPILED = ("llama-gelu", "qwen3_5_text", "gemma4_text")  # those that cannot be
+UNCOMPILED = ("llama-gelu", "qwen3_5", "gemma4_text")  # those that cannot be
 
 
 def rotary(**parameters: Any) -> dict[str, Any]:
@@ -141,6 +141,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": SMALL | {"head_dim": 8, "attention_bias": True},
     "smollm3-window": SMALL | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4},
     "qwen3_5_text": SMALL | DELTA_NET | {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": SMALL | DELTA_NET | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 40},
     "qwen3_5_text-odd": SMALL
     | DELTA_NET
     | {
@@ -396,7 +397,7 @@ def test_what_the_decoder_does_not_know_is_left_to_transformers(
 def test_recurrent_layers_are_not_compiled(folders: dict[str, Path]) -> None:
     folder, unknown = folders["qwen3_5_text-odd"], "it does not know recurrent layers"
     target = load_target(folder, device="cpu")
-    assert target.running == "native" and target.compile_reason == unknown  # type: ignore[attr-defined]
+    assert target.running == "native, compiled products" and target.compile_reason == unknown  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=f"no compiled forward: {unknown}. Use compile auto or off"):
         load_target(folder, device="cpu", compile="on")
 

@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def native(folder: Path, exact: bool = False) -> NativeTarget:
     target = load_target(folder, "float32", "cpu", exact=exact)
-    assert isinstance(target, NativeTarget) and target.running == ("native, exact" if exact else "native")
+    assert isinstance(target, NativeTarget) and target.running == (
+        f"native, compiled products{', exact' if exact else ''}"
+    )
     return target
 
 

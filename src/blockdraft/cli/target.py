@@ -209,7 +209,7 @@ class DrafterSettings:
     drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
         None,
         description="Drafter: the folder, GGUF file or hub name of one, or the folder of a smaller language model or "
-        "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target's folder), "
+        "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target), "
         "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that "
         "have one), bundled-dflash (the tiny model's DFlash drafter, which other engines read too). A + combines "
         "several, as in lookup+DIR.",
@@ -286,10 +286,13 @@ def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
     """Return the named drafter, None for the target's bundled one, or lookup, with a note, if it has none."""
     if drafter is not None or _has_drafter(target):
         return drafter
-    tell(
-        f"No drafter is known for {target}. Using lookup, which copies from the text so far. To make one: "
-        f"blockdraft fit --target {target} --out DIR."
-    )
+    from blockdraft.formats.gguf import is_gguf, open_gguf
+    from blockdraft.targets import has_head
+
+    remedy = f"To make one: blockdraft fit --target {target} --out DIR"
+    if is_gguf(str(target)) and has_head(open_gguf(Path(str(target)).expanduser())):
+        remedy = "The file holds an MTP head: --drafter mtp drafts with it"
+    tell(f"No drafter is known for {target}. Using lookup, which copies from the text so far. {remedy}.")
     return "lookup"
 
 

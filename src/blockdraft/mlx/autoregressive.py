@@ -25,7 +25,7 @@ class MLXAutoregressive(AutoregressivePass):
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         assert isinstance(state, MLXCache)
         with computing():
-            fused = self.network.fuse(MLXTensor(in_mlx(hidden_states)).to(self.network.fc.weight.dtype))
+            fused = self.network.fuse(MLXTensor(in_mlx(hidden_states)).to(self.network.like.dtype))
             before = torch.cat([last_hidden(state, fused), fused[:, :-1]], dim=1)
             positions = (state.slots(tokens.size(1), tokens.device) - 1).clamp(min=0)
             keys, values = self.network.keys_values(self.embed(tokens), before, positions)

@@ -78,11 +78,16 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
 
     Attributes:
         config: Configuration with at least `target_layers`, `block_size` and `hidden_size`.
-        fc: A layer whose device and dtype are those of the network.
+        fc: Linear layer that fuses hidden states, or joins embedding and hidden state.
     """
 
     config: Any
-    fc: nn.Linear
+    fc: nn.Module
+
+    @property
+    def like(self) -> Tensor:
+        """A weight with the device and dtype of the network."""
+        return next(self.parameters())
 
     @property
     def layer_parts(self) -> LayerParts:
@@ -219,12 +224,12 @@ class AutoregressivePass(AutoregressiveRunner):
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         slot: int = sum(heads * size for heads, size in self.network.cached) + self.network.config.hidden_size
-        return batch * capacity * slot * self.network.fc.weight.dtype.itemsize
+        return batch * capacity * slot * self.network.like.dtype.itemsize
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         count = tokens.size(1)
         state.check_room(count)
-        fused = self.network.fuse(hidden_states.to(self.network.fc.weight.dtype))
+        fused = self.network.fuse(hidden_states.to(self.network.like.dtype))
         *stores, known = self.stores(state)
         before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
         positions = (state.slots(count, tokens.device) - 1).clamp(min=0)
@@ -238,7 +243,7 @@ class AutoregressivePass(AutoregressiveRunner):
 
     def stores(self, state: KVCache) -> tuple[Tensor, ...]:
         """Return keys and values `[heads, slots, D]` and hidden states `[slots, H]` of all KV slots."""
-        like = self.network.fc.weight
+        like = self.network.like
         cached = (like.new_empty(1, heads, 0, size) for heads, size in self.network.cached)
         return *state.layer(0, *cached), hidden_state_store(state, 1, self.network.config.hidden_size, like)
 

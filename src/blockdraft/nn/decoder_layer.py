@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -120,6 +121,7 @@ class DecoderLayer(nn.Module):
         self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
         self.activation = ACTIVATIONS[config.activation]
         self.experts = config.experts_of(number)
+        self._parts: dict[tuple[str, int], PackedLinear] = {}  # of experts, once they are packed
         fused = fused or joining(read)
         for projection, parts in config.projections(number).items():
             bias = None
@@ -187,21 +189,7 @@ class DecoderLayer(nn.Module):
         store: Tensor,
     ) -> Tensor:
         config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        projected, gate = self.qkv(x), None
-        if config.gated:  # each head has its query, then its gate
-            parts, others = projected.split([2 * heads * config.head_dim, 2 * kv_heads * config.head_dim], dim=-1)
-            own, gate = parts.unflatten(-1, (heads, 2, -1)).unbind(-2)
-            projected = torch.cat([own.flatten(1), others], dim=-1)
-        qkv = projected.view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
-        # Queries and keys are normed and rotated together, in place.
-        qk = qkv.narrow(2, 0, heads + kv_heads)
-        if config.qk_norm:
-            qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
-        turned = qk.narrow(-1, 0, cos.size(-1))
-        swapped = turned.roll(cos.size(-1) // 2, dims=-1)
-        turned.mul_(cos).addcmul_(swapped, sin)
-        queries, new = qkv.narrow(2, 0, heads), qkv.narrow(2, heads, 2 * kv_heads)
+        queries, new, gate = self.heads(x, cos, sin, len(store))
         keys, values = store.chunk(2, dim=1)
         if isinstance(mask, ExactAttention):
             mask.write(store[0], new)
@@ -213,8 +201,31 @@ class DecoderLayer(nn.Module):
             attended = attend_grouped(
                 queries, keys, values, mask, config.query_scale, config.attention_softcap, sinks=self.sinks
             )
-        attended = attended.view(x.size(0), -1)
-        out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid().flatten(1))
+        return self.attended(attended, gate)
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return queries `[B, N, heads, D]`, keys and then values `[B, N, 2 * kv_heads, D]`, and the output's gate."""
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        projected, gate = self.qkv(x), None
+        if config.gated:  # each head has its query, then its gate
+            parts, others = projected.split([2 * heads * config.head_dim, 2 * kv_heads * config.head_dim], dim=-1)
+            own, gate = parts.unflatten(-1, (heads, 2, -1)).unbind(-2)
+            projected = torch.cat([own.flatten(1), others], dim=-1)
+        qkv = projected.view(batch, -1, heads + 2 * kv_heads, config.head_dim)
+        # Queries and keys are normed and rotated together, in place.
+        qk = qkv.narrow(2, 0, heads + kv_heads)
+        if config.qk_norm:
+            qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
+        turned = qk.narrow(-1, 0, cos.size(-1))
+        swapped = turned.roll(cos.size(-1) // 2, dims=-1)
+        turned.mul_(cos).addcmul_(swapped, sin)
+        return qkv.narrow(2, 0, heads), qkv.narrow(2, heads, 2 * kv_heads), gate
+
+    def attended(self, heads: Tensor, gate: Tensor | None) -> Tensor:
+        """Return the output `[B * N, H]` for attended values `[B, N, heads, D]`."""
+        flat = heads.reshape(heads.size(0) * heads.size(1), -1)
+        out: Tensor = self.output(flat if gate is None else flat * gate.sigmoid().flatten(1))
         return out
 
     def routed_mlp(self, x: Tensor, experts: Experts) -> Tensor:
@@ -231,25 +242,32 @@ class DecoderLayer(nn.Module):
             shares = shares / (shares.sum(dim=-1, keepdim=True) + least)
         shares = torch.zeros_like(scores).scatter_(1, chosen, shares * experts.scale).to(x.dtype)
         out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            share = shares[:, expert, None]
-            # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products
-            # have one shape whichever nodes chose the expert, as exact forward passes need.
-            nodes = slice(None) if len(x) <= EXACT_NODES else share[:, 0].nonzero()[:, 0]
-            inner = self.gated(self._expert(self.gate_up, expert, x[nodes]))
-            mlp = self._expert(self.down, expert, inner) * share[nodes]
-            out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of other nodes may be infinite
+        # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products of
+        # torch have one shape whichever nodes chose the expert, as exact forward passes need.
+        takes_all = len(x) <= EXACT_NODES and self.gate_up.kernels is None
+        nodes_of = defaultdict[int, list[int]](list)
+        for node, experts_of_node in enumerate(chosen.tolist()):
+            for expert in experts_of_node:
+                nodes_of[expert].append(node)
+        for expert, own in sorted(nodes_of.items()):
+            whole = takes_all or len(own) == len(x)
+            nodes = slice(None) if whole else torch.tensor(own, device=x.device)
+            share = shares[nodes, expert, None]
+            inner = self.gated(self._expert("gate_up", expert)(x[nodes]))
+            mlp = self._expert("down", expert)(inner) * share
+            out[nodes] += mlp.masked_fill(share == 0, 0.0) if takes_all else mlp  # of other nodes it may be infinite
         if experts.shared_size:
             out += self.shared_down(self.gated(self.shared_gate_up(x))) * self.shared_gate(x).sigmoid()
         return out
 
-    def _expert(self, layer: PackedLinear, expert: int, x: Tensor) -> Tensor:
-        """Return the product with the part of a layer that belongs to one expert."""
+    def _expert(self, projection: str, expert: int) -> PackedLinear:
+        """Return the part of a projection that belongs to one expert."""
         assert self.experts is not None
-        size = layer.out_features // self.experts.count
-        own = slice(expert * size, (expert + 1) * size)
-        weight, bias = layer.channels(own.start, own.stop), None if layer.bias is None else layer.bias[own]
-        if not isinstance(weight, QuantizedWeight):
-            return F.linear(x, weight, bias)
-        product = weight.multiply(x.float())
-        return (product if bias is None else product + bias).to(x.dtype)
+        part = self._parts.get((projection, expert))
+        if part is None:
+            layer: PackedLinear = getattr(self, projection)
+            size = layer.out_features // self.experts.count
+            part = layer.part(expert * size, (expert + 1) * size)
+            if layer.kernels is not None:
+                self._parts[projection, expert] = part
+        return part

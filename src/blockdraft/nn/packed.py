@@ -159,14 +159,26 @@ class PackedLinear(nn.Module):
             weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
         return weight.to(self.dtype)
 
-    def channels(self, begin: int, end: int) -> Tensor | QuantizedWeight:
-        """Return the weights `[end - begin, in]` of some output channels."""
-        if self.quantized is not None:
-            return self.quantized.channels(torch.arange(begin, end))
+    @property
+    def kernels(self) -> Kernels | None:
+        """Kernels that the weight is packed for."""
+        return self._kernels
+
+    def part(self, begin: int, end: int) -> PackedLinear:
+        """Return the layer of some output channels, on the same memory. Packed ones fill whole blocks."""
+        weight: Tensor | QuantizedWeight | PackedWeight
         if self._kernels is None:
-            return self.stored[begin:end]
-        index, lanes = torch.arange(begin, end), self.stored.size(2)
-        return self.stored[index // lanes, :, index % lanes].to(self.dtype)
+            own = slice(begin, end)
+            weight = self.stored[own] if self.quantized is None else self._unpacked(self.quantized).channels(own)
+        else:
+            lanes = self._kernels.lanes
+            assert begin % lanes == end % lanes == 0, (begin, end, lanes)
+            first, last, whole = begin // lanes, end // lanes, self.quantized
+            data = whole.blocks(first, last) if isinstance(whole, InterleavedWeight) else self.stored[first:last]
+            weight = PackedWeight(self._kernels, data, end - begin, self.in_features)
+        part = PackedLinear(weight, None if self.bias is None else self.bias[begin:end])
+        part.dtype = self.dtype
+        return part
 
     def lookup(self, tokens: Tensor) -> Tensor:
         """Look up entries of an embedding table, the weights of output channels: `[...]` int64 to `[..., in]`."""

@@ -13,7 +13,7 @@ columns to compensate each error, as far as inputs are correlated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import TypeAlias
@@ -144,8 +144,8 @@ class QuantizedWeight:
             weight = weight + self.offset.float().unsqueeze(-1)
         return weight.flatten(1)
 
-    def channels(self, index: Tensor) -> QuantizedWeight:
-        """Return the output channels with these indices, `[n]` int64."""
+    def channels(self, index: Tensor | slice) -> QuantizedWeight:
+        """Return the output channels with these indices, `[n]` int64, or those of a slice on the same memory."""
         scale = _map_factors(self.scale, lambda part: part[index])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[index])
         return QuantizedWeight(self.codes[index], scale, offset, self.bits, self.floating)
@@ -338,6 +338,14 @@ class InterleavedWeight:
         )
         assert scale is not None
         return cls(tensors["weight"], scale, offset, bits, outputs, floating)
+
+    def blocks(self, begin: int, end: int) -> InterleavedWeight:
+        """Return some blocks of output channels, on the same memory."""
+        lanes, own = self.codes.size(2), slice(begin, end)
+        scale = _map_factors(self.scale, lambda part: part[own])
+        offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[own])
+        outputs = min(end * lanes, self.outputs) - begin * lanes
+        return replace(self, codes=self.codes[own], scale=scale, offset=offset, outputs=outputs)
 
     @property
     def group(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.layers import ReducedHead
@@ -101,6 +102,7 @@ class Target(Protocol):
         has_trees: Whether `forward` takes trees, or only chains.
         can_truncate: Whether rows can be cut and copied at any token, or only as a whole.
         draft_head: Output projection for draft networks without one of their own; None is the target's.
+        kernels: Compiled matrix products of its weights, for draft networks with such weights.
     """
 
     backend: str
@@ -121,6 +123,7 @@ class Target(Protocol):
     has_trees: bool = True
     can_truncate: bool = True
     draft_head: ReducedHead | None = None
+    kernels: Library | None = None
 
     def __deepcopy__(self, memo: object) -> Target:
         """Return the target itself, since its weights never change and sequences live in caches."""

@@ -87,7 +87,7 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=differences.pop("intermediate_size", None) or config.intermediate_size,
+        intermediate_size=differences.pop("intermediate_size", None) or getattr(config, "intermediate_size", 0),
         num_heads=heads,
         num_kv_heads=differences.pop("num_kv_heads", None) or config.num_key_value_heads,
         head_dim=head_dim,
@@ -211,6 +211,11 @@ def mixed_shape_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     return tuple(layers)
 
 
+def routed_recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of Qwen3.5's mixtures of experts, all of which have routed experts for an MLP."""
+    return tuple(replace(kind, routed=True) for kind in recurrent_layers(config))
+
+
 def _by_type(config: AnyConfig, **kinds: Callable[[], LayerKind]) -> tuple[LayerKind, ...]:
     """Return layers by `layer_types`. Only kinds that occur are created."""
     unknown = set(config.layer_types) - set(kinds)
@@ -328,7 +333,7 @@ def _experts(config: AnyConfig, shared_size: int = 0) -> Experts:
         count=config.num_experts,
         chosen=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
-        normed=bool(config.norm_topk_prob),
+        normed=bool(getattr(config, "norm_topk_prob", True)),
         shared_size=shared_size,
     )
 
@@ -409,6 +414,10 @@ def _lfm2_moe(config: AnyConfig) -> dict[str, Any]:
     return _lfm2(config) | {"experts": experts}
 
 
+def _qwen3_5_moe(config: AnyConfig) -> dict[str, Any]:
+    return _qwen3_5(config) | {"experts": _experts(config, config.shared_expert_intermediate_size)}
+
+
 FAMILIES = {
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
@@ -424,6 +433,7 @@ FAMILIES = {
     "qwen2": Family(mixed_layers, _qwen2),
     "qwen2_moe": Family(routed_layers, _qwen2_moe),
     "qwen3": Family(mixed_layers, _qwen3),
+    "qwen3_5_moe_text": Family(routed_recurrent_layers, _qwen3_5_moe, rotates_all=False, has_other_parts=True),
     "qwen3_5_text": Family(recurrent_layers, _qwen3_5, rotates_all=False, has_other_parts=True),
     "qwen3_moe": Family(routed_layers, _qwen3_moe),
     "smollm3": Family(partly_rotated_layers, _llama),

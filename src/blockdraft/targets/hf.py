@@ -34,6 +34,7 @@ MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more no
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers without a state
 ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along a chain and not along a tree"
+EXPERTS_TOGETHER = ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")  # families whose experts transformers stacks
 # Families whose output would be wrong, though their layers attend or are recurrent.
 REFUSED_FAMILIES = {
     "bloom": ALIBI,
@@ -260,7 +261,7 @@ class HFTarget(CheckpointTarget):
         )
         for name, weight in chain(self.model.named_parameters(), biases):
             family = self._config.model_type
-            if family in ("qwen2_moe", "qwen3_moe", "lfm2_moe") and ".experts." in name:
+            if family in EXPERTS_TOGETHER and ".experts." in name:
                 yield from _experts_alone(name, weight, EXPERT_PARTS.get(family, {}))
             else:
                 named = own_tensors(self._config, {name: stored(weight)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.kernels.cpu.build import Build
 from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
+from blockdraft.kernels.cpu.library import Library, one_torch_thread
 from blockdraft.kernels.cpu.threads import use_best_threads
 from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
 from blockdraft.machine import multiplies_bfloat16, send
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 RANK = 0
 PROBED_CONTEXT = 256  # KV slots of the sequence on which numbers of threads are tried
 PROBED_NODES = (1, 16)
+FEW_NODES = 64  # nodes for which operations of torch between compiled products run in one thread
 BESIDE_BFLOAT16 = 8  # bits of drafters next to targets that compute in bfloat16
 MOST_TREE = 256  # nodes of the largest tree to plan memory for; more nodes are chunks of a prompt
 
@@ -169,6 +172,7 @@ class NativeTarget(CheckpointTarget):
         self.exact = False
         self.round_drafters = True
         self.can_truncate = decoder.config.delta_net is None  # a recurrent state cannot be truncated
+        self.kernels = cast("Library | None", decoder.embedding.kernels)
         kinds = enumerate(decoder.config.layers)
         # Query heads per key/value head, by window.
         self._groups = {kind.window: decoder.config.num_heads // decoder.config.kv_heads_of(n) for n, kind in kinds}
@@ -182,6 +186,8 @@ class NativeTarget(CheckpointTarget):
                 parts.append("weights kept in bfloat16")
             if self.compiled.library.store_dtype == torch.int8:
                 parts.append("int8 keys and values")
+        elif self.kernels is not None:
+            parts.append("compiled products")
         if self.captured is not None:
             parts.append("captured")
         if self.exact:
@@ -330,7 +336,10 @@ class NativeTarget(CheckpointTarget):
             views = [cache.view(memory, count) for memory in memories]
             positions, slots, masks = self._layout(parents, cache.lengths)
             stores = self._memories([store for store, _ in views], recurrent, inputs, window)
-            output = TargetOutput(*self.decoder(tokens, positions, slots, masks, stores, target_layers, logits_at))
+            # Threads of torch spin after operations, and would delay compiled products.
+            alone = self.kernels is not None and tokens.numel() <= FEW_NODES
+            with one_torch_thread if alone else nullcontext():
+                output = TargetOutput(*self.decoder(tokens, positions, slots, masks, stores, target_layers, logits_at))
             for memory, (store, is_memory) in zip(memories, views, strict=True):
                 if not is_memory:
                     cache.put(memory, store, count)

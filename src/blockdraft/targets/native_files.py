@@ -14,15 +14,15 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.stored import FEW_BITS, Stored
 from blockdraft.kernels.cpu.build import Build, build
-from blockdraft.kernels.cpu.compiled_decoder import why_not
+from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
 from blockdraft.kernels.cpu.library import Library
-from blockdraft.kernels.cpu.weight_cache import Origin, cached_weights
+from blockdraft.kernels.cpu.weight_cache import Make, Origin, cached_weights
 from blockdraft.kernels.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.machine import return_freed
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Read
-from blockdraft.nn.packed import PackedWeight, join_packed, pack_weights
+from blockdraft.nn.packed import Kernels, PackedWeight, join_packed, pack_weights
 from blockdraft.nn.quantization import QUICK, QuantizedWeight, best_group, quantize_weight
 from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
@@ -93,7 +93,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         _check_alike(wanted, tensors)
     kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
     store = torch.int8 if options.kv_dtype == "int8" else dtype
-    made = None if reason is not None else build(kind, store, wanted.head_dim, bool(quantize or few), dtype)
+    packs = compile != "off" and why_not_packed(wanted, dtype, device) is None
+    made = build(kind, store, wanted.head_dim, bool(quantize or few), dtype) if packs else None
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = tensors[name].read()
@@ -127,14 +128,19 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         tokenizer=tokenizer,
         generation_config=load_generation_config(path, options.revision),
         folder=folder if folder.exists() else None,
-        build=made,
+        build=made if reason is None else None,
         reason=reason,
         source_fingerprint=source,
     )
 
 
 def make_decoder(
-    wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None, must_map: bool = False
+    wanted: DecoderConfig,
+    read: Read,
+    library: Library | None,
+    origin: Origin | None,
+    must_map: bool = False,
+    make: Make | None = None,
 ) -> Decoder:
     """Create a decoder, with weights packed for the library if there is one.
 
@@ -144,21 +150,14 @@ def make_decoder(
         read: As in `Decoder`; with a library, matrices may be of any dtype.
         origin: Checkpoint for the cache of packed weights; None does not cache them.
         must_map: Whether the weights do not fit into memory without the cache.
+        make: Packs the matrices of one product; None packs what `read` returns.
 
     Raises:
         UsageError: The weights must be mapped, and cannot be cached.
     """
     if library is None:
         return Decoder(wanted, read)
-
-    def make(names: Sequence[str]) -> PackedWeight:
-        """Pack the matrices of one product, those of each expert at a time."""
-        parts = [
-            pack_weights([read(name) for name in own], library)
-            for _, own in groupby(names, lambda name: name.rsplit(".", 2)[0])
-        ]
-        return parts[0] if len(parts) == 1 else join_packed(parts)
-
+    make = make or packing(read, library)
     cached = None if origin is None else cached_weights(origin, library, wanted.products(), make)
     if cached is None and must_map:
         raise UsageError(
@@ -168,6 +167,19 @@ def make_decoder(
     decoder = Decoder(wanted, read, make if cached is None else cached.matrix)
     return_freed()
     return decoder
+
+
+def packing(read: Read, kernels: Kernels) -> Make:
+    """Return a function that packs the matrices of one product, those of each expert at a time."""
+
+    def make(names: Sequence[str]) -> PackedWeight:
+        parts = [
+            pack_weights([read(name) for name in own], kernels)
+            for _, own in groupby(names, lambda name: name.rsplit(".", 2)[0])
+        ]
+        return parts[0] if len(parts) == 1 else join_packed(parts)
+
+    return make
 
 
 def _rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:

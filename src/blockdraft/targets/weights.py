@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ def open_weights(
         with loading(path):
             opened = open_tensors(weight_files(path, options.revision))
         tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in opened.items()}
+    tensors = _experts_apart(tensors)
     if quantization:
         try:
             tensors, source = read_quantized(quantization, tensors), str(quantization.get(SOURCE) or "")
@@ -84,6 +86,27 @@ def open_weights(
         tensors[TABLE] = tensors[HEAD]
     _check_tensors(wanted, tensors)
     return tensors, source
+
+
+def _experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Split tensors of all experts of a layer, as newer checkpoints have them, into matrices of one expert each."""
+    apart = {}
+    for name, whole in tensors.items():
+        place, _, kind = name.rpartition(".")
+        if not place.endswith(".mlp.experts") or len(whole.shape) != 3:
+            apart[name] = whole
+            continue
+        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+        experts, size, inputs = whole.shape[0], whole.shape[1] // len(parts), whole.shape[2]
+        for expert in range(experts):
+            for number, part in enumerate(parts):
+                read = partial(_read_expert, whole, expert, slice(number * size, (number + 1) * size))
+                apart[f"{place}.{expert}.{part}.weight"] = Stored((size, inputs), whole.kind, read)
+    return apart
+
+
+def _read_expert(whole: Stored, expert: int, rows: slice) -> Tensor:
+    return whole.tensor()[expert, rows]
 
 
 def _check_tensors(wanted: DecoderConfig, tensors: Mapping[str, Stored]) -> None:

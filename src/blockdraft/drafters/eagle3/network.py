@@ -77,6 +77,7 @@ class Eagle3Network(AutoregressiveNetwork):
 
     architecture = "eagle3"
     config: Eagle3Config
+    fc: nn.Linear
     d2t: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) head as drafter.
 
 One layer drafts one token after the other, first from the target's last hidden state, then from its own output, like
-EAGLE-3. It has its own folder, or is in the target's.
+EAGLE-3. It has its own folder, or is in the target's folder or GGUF file.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import torch
 
 from blockdraft.drafters.base import DraftCost, DrafterSpec, read_network
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
+from blockdraft.drafters.mtp.decoder_network import DecoderMTPNetwork
 from blockdraft.drafters.mtp.in_target import find_head
-from blockdraft.drafters.mtp.network import MTPNetwork
+from blockdraft.drafters.mtp.network import MTPHead, MTPNetwork
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, one_layer
 from blockdraft.errors import UsageError
-from blockdraft.targets import Target
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.nn.packed import PackedLinear
+from blockdraft.targets import Target, read_gguf_head
 
 # Model types with supported heads. In all of them, the next step reads the output of the last norm.
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -27,21 +30,28 @@ class MTPDrafter(Eagle3Drafter):
 
     has_target_head = True
 
+    def weight_bytes(self) -> int:
+        products = (module for module in self.network.modules() if isinstance(module, PackedLinear))
+        return super().weight_bytes() + sum(product.nbytes for product in products if product.bits is not None)
+
 
 def load(path: Path | None, target: Target) -> MTPDrafter:
-    """Load the head in a folder; None is the target's folder."""
+    """Load the head in a folder; None is the target's folder or GGUF file."""
     if path is None:
         return MTPDrafter(own_head(target), target)
     return MTPDrafter(read_network(path, target, lambda config: config.network()), target, path, owned=True)
 
 
-def own_head(target: Target) -> TargetMTPNetwork:
-    """Load the network of the MTP head in the target's folder.
+def own_head(target: Target) -> MTPHead:
+    """Load the network of the MTP head in the target's folder or GGUF file.
 
     Raises:
-        UsageError: The target has no folder, or the folder has no head, a broken one, or one of an unsupported family.
+        UsageError: The target has neither, or there is no head, a broken one, or one of an unsupported family.
     """
     folder = target.path
+    if folder is not None and is_gguf(folder):
+        in_file = read_gguf_head(target)
+        return DecoderMTPNetwork(in_file.config, in_file.layer, in_file.fc, in_file.norms)
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(
             f"The drafter mtp is the MTP head in the target's folder, and {folder or 'the target'} is no folder with a "

@@ -75,7 +75,7 @@ class MTPHead(AutoregressiveNetwork):
 
     @property
     def kept(self) -> Tensor:
-        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+        return torch.arange(self.config.vocab_size, device=self.like.device)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -97,6 +97,7 @@ class MTPNetwork(MTPHead):
 
     architecture = "mtp"
     config: MTPConfig
+    fc: nn.Linear
     norm: RMSNorm
 
     def __init__(self, config: MTPConfig) -> None:

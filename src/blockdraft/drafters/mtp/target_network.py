@@ -166,5 +166,5 @@ class TargetMTPNetwork(MTPHead):
         super().to(*args, **kwargs)
         for name, buffer in exact.items():
             module, _, own = name.rpartition(".")
-            setattr(self.get_submodule(module), own, buffer.to(self.fc.weight.device))
+            setattr(self.get_submodule(module), own, buffer.to(self.like.device))
         return self

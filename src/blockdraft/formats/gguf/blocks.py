@@ -14,7 +14,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4, NVFP4
 from torch import Tensor
 
-from blockdraft.nn.quantization import Factors, NestedFactors, QuantizedWeight, narrow
+from blockdraft.nn.quantization import (
+    Factors,
+    InterleavedWeight,
+    NestedFactors,
+    QuantizedWeight,
+    concatenate_weights,
+    narrow,
+)
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
 PIECE = 1 << 22  # values of grid types that are expanded at once
@@ -219,6 +226,22 @@ READERS: dict[str, Reader] = {
     "IQ1_M": _by_grid("IQ1_M", 1 / 8, _iq1_m_sizes, _iq1_m_factor),
 }
 INDICES: dict[str, Reader] = {"I64": _plain(torch.int64)}  # no weights
+
+
+def empty_interleaved(kinds: Sequence[str], outputs: int, inputs: int, lanes: int) -> InterleavedWeight:
+    """Return a packed weight for matrices of quantized types, whose numbers are not set. Outputs fill its blocks."""
+    parts = list[QuantizedWeight]()
+    for kind in kinds:  # one block of each, all of as many values
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        block = READERS[kind](torch.zeros(1, 1, size, dtype=torch.uint8))
+        assert isinstance(block, QuantizedWeight), kind
+        parts.append(block)
+    one = InterleavedWeight.of(concatenate_weights(parts), lanes)
+    tensors = {
+        name: tensor.new_empty(outputs // lanes, tensor.size(1) * inputs // values, *tensor.shape[2:])
+        for name, tensor in one.tensors().items()
+    }
+    return InterleavedWeight.of_tensors(tensors, one.bits, outputs)
 
 
 def bytes_held(kind: str) -> float:

@@ -10,7 +10,8 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,25 @@ class GGUFTensor:
         shape = self.shape[1:]
         return replace(self, shape=shape, place=self.place + index * (math.prod(shape) // values * size))
 
+    @contextmanager
+    def mapped(self) -> Iterator[np.ndarray]:
+        """Yield the bytes of each row in the file, `[..., out, bytes]` uint8, and release their memory afterwards."""
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        shape = (*self.shape[:-1], self.shape[-1] // values * size)
+        yield np.frombuffer(self.file, np.uint8, math.prod(shape), self.place).reshape(shape)
+        if hasattr(self.file, "madvise"):  # releases the pages that were read, and others that came with them
+            self.file.madvise(mmap.MADV_DONTNEED)
+
     def read(self, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
         """Read the tensor, whose type must be one of `READERS` or `INDICES`.
 
         Args:
             channels: Indices of its first dimension to read, `[n]` int64; None reads all.
         """
-        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
-        shape = (*self.shape[:-1], self.shape[-1] // values, size)
-        count = math.prod(shape)
-        raw = np.frombuffer(self.file, np.uint8, count, self.place).reshape(shape)
-        is_vector = len(self.shape) == 1
-        raw = raw.copy() if channels is None or is_vector else raw[channels.numpy()]
-        if hasattr(self.file, "madvise"):  # releases the pages that were read, and others that came with them
-            self.file.madvise(mmap.MADV_DONTNEED)
+        size, is_vector = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][1], len(self.shape) == 1
+        with self.mapped() as mapped:
+            raw = mapped.copy() if channels is None or is_vector else mapped[channels.numpy()]
+        raw = raw.reshape(*raw.shape[:-1], -1, size)
         weight = (READERS | INDICES)[self.kind](torch.from_numpy(raw))
         if is_vector and channels is not None:
             assert isinstance(weight, Tensor), "few bits are for matrices"

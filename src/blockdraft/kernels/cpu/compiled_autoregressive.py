@@ -41,7 +41,7 @@ class CompiledAutoregressive(CompiledNetwork):
         fuses, self._normed_target_layers = parts.normed_target_layers is not None, parts.normed_target_layers
         self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
         self._pack_layer(self._layers[0], parts.layer)
-        self._fc = self._pack(network.fc)
+        self._fc = self._pack(cast(nn.Linear, network.fc))
         own_head = self._pack(cast(nn.Linear, network.lm_head)) if fuses else None
         own_head = own_head if self._reduced is None else self._pack(self._reduced.projection)
         self._model = self._model_fields(

@@ -44,11 +44,16 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
         return "it does not know recurrent layers"
     if config.mixed:
         return "it does not know layers of several shapes"
+    if config.experts is not None and config.experts.chosen > MOST_CHOSEN:
+        return f"each token uses more than {MOST_CHOSEN} experts"
+    return why_not_packed(config, dtype, device)
+
+
+def why_not_packed(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why a decoder has no compiled matrix products, or None if it has them."""
     experts = config.experts
     if experts is not None and (config.hidden_size % MOST_LANES or 2 * experts.intermediate_size % MOST_LANES):
         return f"sizes of its experts are no multiples of {MOST_LANES}"
-    if experts is not None and experts.chosen > MOST_CHOSEN:
-        return f"each token uses more than {MOST_CHOSEN} experts"
     return why_not_compiled(dtype, device, config.head_dim)
 
 

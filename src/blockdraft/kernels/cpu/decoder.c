@@ -710,6 +710,8 @@ i64 draft_context(const Model *m, const Call *call, const Linear *hidden_states,
     return 0;
 }
 
+#include "pack.h"
+
 i64 lanes(void) { return LANES; }
 i64 weight_kind(void) { return WEIGHT; }
 i64 store_kind(void) { return STORE; }

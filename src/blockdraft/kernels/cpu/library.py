@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -318,6 +319,8 @@ class Library:
         self._draft_context = _function(library, "draft_context", *[c_void_p] * 4)
         types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         self._packed_linear = _function(library, "packed_linear", *types)
+        of_matrix = c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64
+        self._pack_blocks = _function(library, "pack_blocks", *of_matrix, *[c_void_p] * 5, c_int64, c_void_p)
         self.lanes = int(_function(library, "lanes")())
         self.weights_dtype = DTYPES[_function(library, "weight_kind")()]
         self.inputs_dtype = torch.bfloat16 if _function(library, "is_narrow")() else torch.float32
@@ -374,6 +377,28 @@ class Library:
         try:
             at = x.data_ptr(), x.stride(0), len(x), out.data_ptr(), pool.address
             self._checked(self._packed_linear(byref(weight), *at))
+        finally:
+            return_pool(pool)
+
+    def pack_blocks(
+        self, kind: int, raw: np.ndarray, order: Tensor | None, weight: InterleavedWeight, inputs: int, wide: int
+    ) -> None:
+        """Write a matrix of a GGUF file to `weight`, whose outputs fill its blocks.
+
+        Args:
+            kind: GGUF's number of its type: Q4_0, Q4_1, Q8_0, Q4_K, Q5_K or Q6_K.
+            raw: Bytes of each row, `[rows, bytes]` uint8.
+            order: Row of each output, int64; None is their own order.
+            wide: 0, or groups per block of Q4_K, Q5_K and Q6_K when written alike: 16 with Q6_K, else 8.
+        """
+        tensors, pool = weight.tensors(), self.borrow_pool(num_threads())
+        names = ("weight", "scale", "scale_unit", "offset", "offset_unit")
+        out = [tensors[name].data_ptr() if name in tensors else None for name in names]
+        rows, outputs = None if order is None else order.data_ptr(), weight.outputs
+        assert len(raw) == outputs and raw.strides == (raw.shape[1], 1), (raw.shape, raw.strides, outputs)
+        try:
+            of_matrix = kind, raw.ctypes.data, raw.shape[1], rows, outputs, inputs
+            self._checked(self._pack_blocks(*of_matrix, *out, wide, pool.address))
         finally:
             return_pool(pool)
 

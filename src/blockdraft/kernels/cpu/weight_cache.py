@@ -13,6 +13,7 @@ import json
 import logging
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,9 +31,15 @@ from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantization import InterleavedWeight
 
 LAYOUT = 3  # version of these files; raise it when code outside of `MAKERS` changes their numbers
-MAKERS = ("packed.py", "quantization.py")  # modules of nn whose code decides the numbers
+MAKERS = (
+    "nn/packed.py",
+    "nn/quantization.py",
+    "formats/gguf/blocks.py",
+    "kernels/cpu/pack.h",
+)  # modules whose code decides the numbers
 SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 disables the cache
 LEAST_BYTES = 64 << 20  # smallest checkpoint to cache; smaller ones are packed quickly
+LOG_SECONDS = 10  # between reports of progress
 ALIGNMENT = 64  # bytes
 PIECES, PIECE_BYTES = 64, 64  # samples to compare of each matrix, and of each file of a checkpoint
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
@@ -151,14 +158,20 @@ def cached_weights(
 
 
 def _write(
-    path: Path, facts: Any, kernels: Kernels, products: Iterable[Sequence[str]], make: Make
+    path: Path, facts: Any, kernels: Kernels, products: Sequence[Sequence[str]], make: Make
 ) -> CachedWeights | None:
     for leftover in path.parent.glob(f"{path.stem}.*.partial"):  # of ended processes, since we hold the lock
         leftover.unlink(missing_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         with partial.open("w+b") as file:
-            matrices = {_key(names): _add(file, make(names)) for names in products}
+            matrices, logged = {}, time.monotonic()
+            for number, names in enumerate(products):
+                matrices[_key(names)] = _add(file, make(names))
+                if time.monotonic() - logged > LOG_SECONDS:
+                    logged = time.monotonic()
+                    done = 100 * (number + 1) // len(products)
+                    log.warning("Packing the weights for this processor, once for this model: %d %% done.", done)
             sample = _sample(file, _places(matrices))
             text = json.dumps({"facts": facts, "matrices": matrices, "sample": sample}).encode()
             file.seek(0, os.SEEK_END)
@@ -243,7 +256,7 @@ def _key(names: Sequence[str]) -> str:
 
 @cache
 def _makers() -> str:
-    folder = Path(__file__).parents[2] / "nn"
+    folder = Path(__file__).parents[2]
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in MAKERS)).hexdigest() + version("blockdraft")
 
 

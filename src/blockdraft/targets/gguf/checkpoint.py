@@ -20,9 +20,11 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
 from blockdraft.formats.stored import FEW_BITS, Stored
 from blockdraft.kernels.cpu.build import build
-from blockdraft.kernels.cpu.compiled_decoder import why_not
-from blockdraft.kernels.cpu.weight_cache import Origin
+from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
+from blockdraft.kernels.cpu.library import Library
+from blockdraft.kernels.cpu.weight_cache import Make, Origin
 from blockdraft.machine import free_bytes, return_freed
+from blockdraft.nn.decoder_layer import Read
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
@@ -30,7 +32,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
-from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder
+from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder, packing
 from blockdraft.targets.weights import READ, OpenCheckpoint
 
 if TYPE_CHECKING:
@@ -74,7 +76,8 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     refused = why_not(wanted, dtype, device) if on_cpu else NOT_CAPTURED
     reason = "compile is off" if options.compile == "off" else refused
     store = torch.int8 if options.kv_dtype == "int8" else dtype
-    made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
+    packs = options.compile != "off" and why_not_packed(wanted, dtype, device) is None
+    made = build(kind, store, wanted.head_dim, not matrices <= set(FLOATS)) if packs else None
     library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
     needed, mapped = weights.nbytes(kind if on_cpu else dtype, few=on_cpu), library is not None and origin.is_worth_it()
     fits = check_memory(file, needed, free_bytes(device), device, mapped)
@@ -87,19 +90,26 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
             return weight
         return weight.to(dtype)
 
+    make = None if library is None else file_packing(weights, read, library)
     with loading(path, device), torch.no_grad():
-        decoder = make_decoder(wanted, read, library, origin, must_map=not fits)
+        decoder = make_decoder(wanted, read, library, origin, not fits, make)
     return Checkpoint(
         decoder=decoder,
         config=config,
         tokenizer=tokenizer,
         generation_config=SimpleNamespace(eos_token_id=ends),
         folder=file.path,
-        build=made,
+        build=made if reason is None else None,
         reason=reason,
         source_fingerprint="" if dtype == torch.float16 else weights.fingerprint(),
         tokenizer_reason=missing,
     )
+
+
+def file_packing(weights: GGUFWeights, read: Read, library: Library) -> Make:
+    """Return a function that packs the matrices of one product, straight from the file where the library can."""
+    otherwise = packing(read, library)
+    return lambda names: weights.packed(names, library) or otherwise(names)
 
 
 def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device, mapped: bool = False) -> bool:

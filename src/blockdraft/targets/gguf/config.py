@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
@@ -45,6 +46,7 @@ CAUSAL_LMS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -66,8 +68,9 @@ GRANITE_SCALES = {
 }
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
-PARTLY_ROTATED = ("phi3", "qwen35")  # architectures that may rotate a part of each head
-MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe")
+DELTA_NETS = ("qwen35", "qwen35moe")  # architectures with gated delta nets
+PARTLY_ROTATED = ("phi3", *DELTA_NETS)  # architectures that may rotate a part of each head
+MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen35moe")
 CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
 KV_HEADS = "attention.head_count_kv"
 SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
@@ -144,7 +147,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
             raise NotCovered("its attention does not depend on positions")
         fields |= {field: get(key, default) or default for field, (key, default) in GRANITE_SCALES.items()}
         fields["attention_multiplier"] = get("attention.scale", 0.0) or head_dim**-0.5
-    elif name == "qwen35":
+    elif name in DELTA_NETS:
         fields |= delta_net_fields(get, fields)
     elif name in CONVOLVED:
         if window:
@@ -309,7 +312,7 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
         "num_experts": count,
         "num_experts_per_tok": chosen,
         "moe_intermediate_size": inner,
-        "norm_topk_prob": name == "qwen3moe",
+        "norm_topk_prob": name != "qwen2moe",
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "intermediate_size": fields["intermediate_size"] or inner,
@@ -317,7 +320,7 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     if sigmoid:
         routing |= {"num_dense_layers": dense, "routed_scaling_factor": scale, "norm_topk_prob": True}
         routing |= {"use_expert_bias": True}
-    if name == "qwen2moe":
+    if name in ("qwen2moe", "qwen35moe"):
         shared = get("expert_shared_feed_forward_length", 0) or routing["intermediate_size"]
         routing["shared_expert_intermediate_size"] = shared
     return routing

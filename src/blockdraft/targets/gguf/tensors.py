@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import gguf
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held
+from blockdraft.formats.gguf.blocks import empty_interleaved
 from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import Stored, stored
+from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.decoder_config import DecoderConfig, Rope
+from blockdraft.nn.packed import PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 
 KEYS = ("attn_k", "attn_v", "attn_k_norm")  # parts that a layer with keys of another may hold, unused
+SIMILAR_KINDS = {"Q4_K", "Q5_K", "Q6_K"}  # types that the library also packs for one product
+PACKED_KINDS = SIMILAR_KINDS | {"Q4_0", "Q4_1", "Q8_0"}  # types that the library packs
 LOGARITHM = ".linear_attn.A_log"
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures that rotate neighbouring channels together
 # Parts of our names, and what the converter has for them.
@@ -78,6 +84,25 @@ class GGUFWeights:
             return dense(weight).float().neg().log()
         return dense(weight) if name in self.expanded else weight
 
+    def packed(self, names: Sequence[str], library: Library) -> PackedWeight | None:
+        """Pack the matrices of one product straight from the file. Return None where that takes another way."""
+        parts, lanes = [self.tensors[name] for name in names], library.lanes
+        kinds, inputs = {part.kind for part in parts}, parts[0].shape[1]
+        if not (kinds <= SIMILAR_KINDS or (len(kinds) == 1 and kinds <= PACKED_KINDS)):
+            return None
+        if any(part.shape[0] % lanes or part.shape[1] != inputs for part in parts) or self.expanded & {*names}:
+            return None
+        begin, outputs = 0, sum(part.shape[0] for part in parts)
+        wide = 0 if len(kinds) == 1 else 16 if "Q6_K" in kinds else 8
+        whole = empty_interleaved(sorted(kinds), outputs, inputs, lanes)
+        for name, part in zip(names, parts, strict=True):
+            order = paired(part.shape[0], self.interleaved[name]) if name in self.interleaved else None
+            own = whole.blocks(begin // lanes, (begin + part.shape[0]) // lanes)
+            with part.mapped() as raw:
+                library.pack_blocks(GGMLQuantizationType[part.kind], raw, order, own, inputs, wide)
+            begin += part.shape[0]
+        return PackedWeight(library, whole, outputs, inputs)
+
     def fingerprint(self) -> str:
         """Return `Target.source_fingerprint` of the target in the file."""
         return sampled_fingerprint((name, tensor.shape, self._sample(name)) for name, tensor in self.tensors.items())
@@ -101,8 +126,7 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
     """
     check_kinds(file)  # first, since the sizes of unknown types were not checked
     architecture = file.metadata["general.architecture"]
-    names = our_names(architecture, config)
-    known = {*names.values(), ROPE_FACTORS}
+    known = {*our_names(architecture, config).values(), ROPE_FACTORS}
     if architecture == "phi3" and SHORT_FACTORS in file.tensors:
         known |= {SHORT_FACTORS, LONG_FACTORS}
     strange = sorted(set(file.tensors) - known)
@@ -115,8 +139,22 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
         strange = [name for name in strange if not name.startswith(mtp_head)]
     if strange:
         raise NotCovered(f"it holds tensors that the decoder does not know, such as {strange[0]}")
-    weights = {}
-    for ours, shape in config.tensor_shapes().items():
+    return _weights(file, config, config.tensor_shapes(), range(len(config.layers)))
+
+
+def layer_weights(file: GGUFFile, config: DecoderConfig, layer: int) -> GGUFWeights:
+    """Return the tensors of one layer. Errors as in `decoder_weights`."""
+    check_kinds(file)
+    shapes = {name: shape for name, shape in config.tensor_shapes().items() if f".layers.{layer}." in name}
+    return _weights(file, config, shapes, [layer])
+
+
+def _weights(
+    file: GGUFFile, config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], layers: Iterable[int]
+) -> GGUFWeights:
+    architecture = file.metadata["general.architecture"]
+    names, weights = our_names(architecture, config), {}
+    for ours, shape in shapes.items():
         theirs, expert = names[ours], EXPERT.search(ours)
         if theirs not in file.tensors:
             raise NotCovered(f"it lacks {theirs}")
@@ -131,7 +169,7 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
             raise NotCovered(f"{theirs} is of the type {tensor.kind} instead of {', '.join(FLOATS)}")
         weights[ours] = tensor if expert is None else tensor.part(int(expert[1]))
     expanded = set[str]()
-    for layer in range(len(config.layers)):
+    for layer in layers:
         for parts in config.projections(layer).values():
             names_of_one = {f"{name}.weight" for name, _ in parts}
             few = {name for name in names_of_one if weights[name].kind not in FLOATS}

@@ -19,11 +19,12 @@ from blockdraft.formats.gguf.drafter import is_drafter
 from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors
 from blockdraft.models import located
-from blockdraft.targets import BUNDLED, Description, describe_target
+from blockdraft.targets import BUNDLED, Description, describe_target, has_head
 from blockdraft.tools.inspect.drafters import gguf_report, layout_report
 from blockdraft.tools.inspect.report import Report
 
 ADAPTER = "adapter_config.json"
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # fields of models published with an MTP head
 # Checks that only warn: if one fails, fewer draft tokens are accepted, or long texts are refused.
 SOFT = {"context", "fingerprint", "mask token"}
 
@@ -155,6 +156,8 @@ def _target(path: str | Path, described: Description, given: Description | None)
             "parameters": sum(math.prod(shape) for shape in wanted.tensor_shapes().values()),
             "key_value_bytes_per_token": {"float32": 4 * values, "bfloat16": 2 * values},
         }
+    in_file = is_gguf(path) and has_head(open_gguf(path))
+    about["mtp_head"] = in_file or any(getattr(config, key, 0) for key in MTP_LAYERS)
     plain = [] if bundled_for(path) else ["--drafter", "none"]
     ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, *plain]))}
     if is_gguf(path):

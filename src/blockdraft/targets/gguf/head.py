@@ -1,0 +1,103 @@
+"""Reader of the MTP head in a GGUF file: a layer behind the decoder's own, and the parts that join its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import GGUFFile, open_gguf
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import DecoderLayer, plain
+from blockdraft.nn.packed import PackedLinear, pack_weights
+from blockdraft.nn.quantization import QuantizedWeight
+from blockdraft.targets.base import NotCovered, Target
+from blockdraft.targets.checkpoint import loading
+from blockdraft.targets.families import decoder_config
+from blockdraft.targets.gguf.checkpoint import file_packing, understanding
+from blockdraft.targets.gguf.config import gguf_config
+from blockdraft.targets.gguf.tensors import dense, fitted, layer_weights
+
+NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+FUSION = "eh_proj"
+
+
+@dataclass(frozen=True)
+class GGUFHead:
+    """MTP head of a GGUF file.
+
+    Attributes:
+        config: Configuration of the decoder with the head's layer as its last.
+        layer: The head's layer.
+        fc: Projection of embedding and hidden state.
+        norms: Weights of the norms of embedding and hidden state, and behind the layer, as `NORMS` names them.
+    """
+
+    config: DecoderConfig
+    layer: DecoderLayer
+    fc: PackedLinear
+    norms: dict[str, Tensor]
+
+
+def has_head(file: GGUFFile) -> bool:
+    """Return whether a file holds MTP heads."""
+    return bool(file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers"))
+
+
+def read_gguf_head(target: Target) -> GGUFHead:
+    """Read the MTP head in a target's file, in the target's dtype and on its device, packed for its kernels.
+
+    Raises:
+        UsageError: The file has no head or several, or one that does not fit the model.
+    """
+    path, kernels = target.path, target.kernels
+    assert path is not None
+    file = open_gguf(path)
+    if not has_head(file):
+        raise UsageError(
+            f"{path} has no MTP head: its nextn_predict_layers is missing or 0. llama.cpp's converter leaves the head "
+            "out with --no-nextn; convert the model without that option, or use another drafter."
+        )
+    with understanding(path):
+        config = fitted(decoder_config(gguf_config(file)), file)
+        number = len(config.layers)
+        if file.metadata[f"{file.metadata['general.architecture']}.nextn_predict_layers"] != 1:
+            raise NotCovered("it has several MTP layers, of which only one is supported")
+        kind = next((kind for kind in config.layers if not kind.recurrent), None)
+        if kind is None:
+            raise NotCovered("none of its layers has attention, as that of its MTP head has")
+        kind = replace(kind, routed=f"blk.{number}.ffn_gate_inp.weight" in file.tensors)
+        config = replace(config, layers=(*config.layers, kind))
+        weights = layer_weights(file, config, number)
+        size, parts = config.hidden_size, {}
+        for name in (*NORMS.values(), FUSION):
+            stored = f"blk.{number}.nextn.{name}.weight"
+            if name == NORMS["norm"] and stored not in file.tensors:
+                stored = "output_norm.weight"  # as llama.cpp does
+            shape = (size, 2 * size) if name == FUSION else (size,)
+            if stored not in file.tensors or file.tensors[stored].shape != shape:
+                raise NotCovered(f"its MTP head lacks {stored} of the shape {list(shape)}")
+            parts[name] = file.tensors[stored]
+
+    def to_target(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        if target.device.type != "cpu":
+            return dense(weight).to(target.device, target.dtype)
+        if isinstance(weight, QuantizedWeight) or (kernels is not None and weight.ndim == 2):
+            return weight
+        return weight.to(target.dtype)
+
+    def read(name: str) -> Tensor | QuantizedWeight:
+        return to_target(weights.read(name))
+
+    with loading(path, target.device), torch.no_grad():
+        make = None if kernels is None else file_packing(weights, read, kernels)
+        layer = DecoderLayer(config, number, read, make)
+        fusion = to_target(parts[FUSION].read())
+        fc = PackedLinear(fusion if kernels is None else pack_weights([fusion], kernels))
+        for product in (*layer.modules(), fc):
+            if isinstance(product, PackedLinear):
+                product.dtype = target.dtype
+        norms = {ours: plain(to_target(parts[theirs].read())) for ours, theirs in NORMS.items()}
+    return GGUFHead(config, layer, fc, norms)

@@ -1,0 +1,182 @@
+"""MTP heads in GGUF files: the draft tokens of the folder that a file was made of, and no other output."""
+
+import json
+import random
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "targets"))
+from gguf_models import DELTA_NET, DELTA_NET_KEYS, EXPERT_KEYS, EXPERTS, SMALL
+from gguf_writer import ARCHITECTURES, as_qwen35, tiny, write_gguf, writer_arch
+from test_gguf_mutilated import damaged
+
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+LAYERS = 4
+NET, NET_KEYS = {"linear_num_value_heads": 4}, {"ssm.time_step_rank": 4, "ssm.inner_size": 32}
+SHARED = {"shared_expert_intermediate_size": 64}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5_text": ({}, {}),
+    "qwen3_5_moe_text": (EXPERTS | SHARED, EXPERT_KEYS | {"expert_shared_feed_forward_length": 64}),
+}
+AROUND = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head_norm": "norm"}
+PROMPTS = [[7, 50, 33, 12, 9, 21], [5], [(7 * i * i) % 50 + 4 for i in range(17)]]
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    fields = (
+        SMALL | DELTA_NET | NET | FAMILIES[family][0] | {"head_dim": 16, "hidden_size": 64, "intermediate_size": 64}
+    )
+    rope = {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    return AutoConfig.for_model(family, **fields | {"rope_parameters": rope} | changes)
+
+
+@cache
+def base_of(family: str) -> PreTrainedModel:
+    model = tiny(config_of(family))
+    with torch.no_grad():
+        model.lm_head.weight[:5] *= 6  # outputs repeat few tokens, so that draft tokens are often right
+    return model
+
+
+@cache
+def head_of(family: str) -> dict[str, Tensor]:
+    """Tensors of a head by their names in folders, without `mtp.`."""
+    kinds = ["linear_attention"] * LAYERS + ["full_attention"]
+    whole = tiny(config_of(family, num_hidden_layers=LAYERS + 1, layer_types=kinds), seed=1)
+    prefix, numbers = f"model.layers.{LAYERS}.", np.random.default_rng(2)
+    head = {
+        name.replace(prefix, "layers.0.", 1): weight
+        for name, weight in whole.state_dict().items()
+        if name.startswith(prefix)
+    }
+    for own in AROUND.values():
+        drawn = numbers.standard_normal((64, 128) if own == "fc" else (64,), dtype=np.float32)
+        head[f"{own}.weight"] = torch.from_numpy(0.2 * drawn)
+    return head
+
+
+def in_file(family: str, head: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Tensors of a head as llama.cpp's converter names and shapes them."""
+    names = gguf.get_tensor_name_map(writer_arch(ARCHITECTURES[family]), LAYERS + 1)
+    theirs = {own: name for name, own in AROUND.items()}
+    tensors, config = {}, config_of(family)
+    for name, weight in head.items():
+        own = name.removesuffix(".weight")
+        if own in theirs:
+            tensors[f"blk.{LAYERS}.nextn.{theirs[own]}.weight"] = weight if own == "fc" else weight + 1
+            continue
+        name, weight = as_qwen35(config, name.replace("layers.0.", f"model.layers.{LAYERS}."), weight)
+        stacked = "" if name.endswith(".weight") else ".weight"
+        parts = (
+            zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True) if "gate_up" in name else [("", weight)]
+        )
+        for part, data in parts:
+            full = name.replace("gate_up_proj", part) + stacked
+            tensors[str(names.get_name(full, (".weight",)))] = data.squeeze()
+    return {name: weight.float().numpy() for name, weight in tensors.items()}
+
+
+def write_file(
+    path: Path, family: str, kinds: Any = "F32", head: dict[str, np.ndarray] | None = None, **more: Any
+) -> Path:
+    extra = in_file(family, head_of(family)) if head is None else head
+    keys = (
+        DELTA_NET_KEYS | NET_KEYS | FAMILIES[family][1] | {"block_count": LAYERS + 1, "nextn_predict_layers": 1} | more
+    )
+    write_gguf(path, base_of(family), kinds, metadata=keys, extra=extra)
+    return path
+
+
+def write_folder(folder: Path, family: str) -> Path:
+    base_of(family).save_pretrained(folder)
+    head = {f"mtp.{name}": weight.contiguous() for name, weight in head_of(family).items()}
+    save_file(head, folder / "head.safetensors", {"format": "pt"})
+    files = dict.fromkeys(head, "head.safetensors")
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as whole:
+        files |= dict.fromkeys(whole.keys(), "model.safetensors")
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def outputs(target: Target, drafter: str, drafting: Drafting) -> list[Any]:
+    params = [SamplingParams(13, temperature, seed=3, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
+    return Engine(target, load_drafter(drafter, target=target), 3, drafting).generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draft_tokens_are_those_of_the_folder(family: str, tmp_path: Path) -> None:
+    folder = load_target(write_folder(tmp_path / "folder", family), "float32", "cpu", backend="hf")
+    file = load_target(write_file(tmp_path / "model.gguf", family), device="cpu", compile="off")
+    for drafting in (Drafting(5), Drafting(tree_budget=9)):
+        wanted, actual = (outputs(target, "mtp", drafting) for target in (folder, file))
+        assert [own.token_ids for own in actual] == [own.token_ids for own in wanted]
+        assert [own.stats.committed for own in actual] == [own.stats.committed for own in wanted]
+        assert max(max(own.stats.committed) for own in actual) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_heads_change_no_output(family: str, tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.gguf", family, "Q8_0")
+    target = load_target(path, device="cpu")
+    assert "compiled products" in target.running
+    drafter = load_drafter("mtp", target=target)
+    assert drafter.kind == "mtp" and 0 < drafter.weight_bytes() < 2 * path.stat().st_size
+    plain = [own.token_ids for own in outputs(target, "none", Drafting(None))]
+    for drafting in (Drafting(4), Drafting(tree_budget=9), Drafting("auto")):
+        drafted = outputs(target, "mtp", drafting)
+        assert [own.token_ids for own in drafted] == plain
+        assert drafting.block_size == "auto" or all(sum(own.stats.drafted) > 0 for own in drafted)
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "message"),
+    [
+        ({}, {"block_count": LAYERS, "nextn_predict_layers": None}, "has no MTP head"),
+        ({}, {"nextn_predict_layers": 2, "block_count": LAYERS + 2}, "several MTP layers"),
+        ({f"blk.{LAYERS}.nextn.eh_proj.weight": None}, {}, "lacks blk.4.nextn.eh_proj.weight"),
+        ({f"blk.{LAYERS}.nextn.hnorm.weight": np.ones(3, np.float32)}, {}, r"nextn.hnorm.weight of the shape \[64\]"),
+        ({f"blk.{LAYERS}.attn_k.weight": None}, {}, "lacks blk.4.attn_k.weight"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(
+    change: dict[str, Any], keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    family = "qwen3_5_text"
+    head = {} if "block_count" in keys and keys["block_count"] == LAYERS else in_file(family, head_of(family)) | change
+    head = {name: data for name, data in head.items() if data is not None}
+    target = load_target(write_file(tmp_path / "model.gguf", family, head=head, **keys), device="cpu", compile="off")
+    with pytest.raises(UsageError, match=message):
+        load_drafter("mtp", target=target)
+
+
+@pytest.mark.slow
+def test_damage_is_reported(tmp_path: Path) -> None:
+    content = write_file(tmp_path / "whole.gguf", "qwen3_5_moe_text", "Q8_0").read_bytes()
+    chance, path = random.Random(2), tmp_path / "damaged.gguf"
+    for _ in range(60):
+        path.write_bytes(damaged(content, chance))
+        try:
+            target = load_target(path, device="cpu", compile="off")
+            Engine(target, load_drafter("mtp", target=target), drafting=Drafting(3)).generate(
+                PROMPTS[:1], SamplingParams(3, ignore_eos=True)
+            )
+        except UsageError as error:
+            assert "damaged.gguf" in str(error) and len(str(error)) < 1000
