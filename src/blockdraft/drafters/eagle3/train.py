@@ -252,8 +252,10 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple
     head_norms = {f"self_attn.{name}_norm.weight" for name in "qk"}
     biases = {f"self_attn.{name}_proj.bias" for name in "qkv"}
     names = set(last_layer(target))
-    own, other = {"qk_norm": head_norms <= names, "attention_bias": biases <= names}, "layers of the kind of Llama's"
-    need(names - head_norms - biases == usual, "the target's last layer", sorted(names), other)
+    own = {"qk_norm": head_norms <= names}
+    need(
+        names - head_norms - biases == usual, "the target's last layer", sorted(names), "of the kind of Llama's layers"
+    )
     need(target.architecture.get("hidden_act", "silu") == "silu", "hidden_act of the target", "another", "silu")
     need(
         target_layers[-1] == before,
@@ -272,16 +274,16 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple
 def take_last_layer(network: Eagle3Network, target: Target) -> None:
     """Initialize the network to compute the target's last layer, norm and head on the last target layer's hidden state.
 
-    `fc` passes this hidden state alone, and attention ignores the embedding. So the network starts by predicting the
-    same token as the target, with hidden states that the head understands, and learns to read the token.
+    `fc` passes this hidden state alone, and attention ignores the embedding. Biases of Qwen2 are left out, since
+    llama.cpp reads no drafters with biases, and the last layer hardly needs them. So the network starts by predicting
+    the same token as the target, with hidden states that the head understands, and learns to read the token.
     """
-    layer, size, weights = network.midlayer, network.config.hidden_size, last_layer(target)
+    layer, size = network.midlayer, network.config.hidden_size
+    weights = {name: weight for name, weight in last_layer(target).items() if not name.endswith(".bias")}
     neurons = strongest_neurons(weights, network.config.intermediate_size)
     for name in ("gate", "up"):
         weights[f"mlp.{name}_proj.weight"] = weights[f"mlp.{name}_proj.weight"][neurons]
     weights["mlp.down_proj.weight"] = weights["mlp.down_proj.weight"][:, neurons]
-    if layer.self_attn.o_proj.bias is not None:
-        layer.self_attn.o_proj.bias.zero_()  # targets have none here
     for name, weight in weights.items():
         if name == "input_layernorm.weight":
             layer.hidden_norm.weight.copy_(weight)

@@ -7,6 +7,7 @@ It measures once in any case, and again while its time lasts.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import statistics
@@ -158,6 +159,8 @@ def measure(
     note(f"responses: {sample.rate:.0f} tokens/s, {sample.batch_size} at a time, {mean:.0f} tokens each{writer}")
     data = _documents(folder / "data", target, sample, (STATES - ANSWERS) * seconds)
     shapes = {name: reference(name, facts) for name in variants}
+    # The smallest kind comes first, so that a slow target's time is not spent on a kind of many layers.
+    shapes = dict(sorted(shapes.items(), key=lambda item: _layers(item[1])))
     with telling(note, "Computing the target's hidden states of these responses, once for all drafters"):
         layers = {i for name, shape in shapes.items() for i in stored_target_layers(name, shape, target.num_layers)}
         read_rate = _read_rate(target, data, tuple(sorted(layers)), folder / "hidden_states")
@@ -166,7 +169,9 @@ def measure(
     steps, drafters, parameters = dict[str, dict[int, float]](), dict[str, Drafter](), dict[str, int]()
     for name, shape in shapes.items():
         left = start + STEPS * seconds - time.monotonic()
-        if steps and left < max(sum(times.values()) for times in steps.values()):
+        if left < max(
+            (_layers(shape) / _layers(shapes[n]) * sum(t.values()) for n, t in steps.items()), default=-math.inf
+        ):
             note(f"{name} is left out, since the time for measuring is up; --variant {name} would take it")
             continue
         with telling(note, f"Timing training steps of {name}"):
@@ -307,6 +312,11 @@ def _read_rate(target: Target, data: TokenData, layers: tuple[int, ...], folder:
     start = time.perf_counter()
     plan_hidden_states(folder, target, data, layers, HiddenStateSettings()).write()
     return sum(data.lengths) / (time.perf_counter() - start)
+
+
+def _layers(shape: dict[str, Any]) -> int:
+    """Return the number of draft layers, to which the time of a training step is nearly proportional."""
+    return int(shape.get("layers", 1))
 
 
 def _trainer(
