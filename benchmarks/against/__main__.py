@@ -28,6 +28,7 @@ from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.report import table, write_files
 from blockdraft.engine import loops
 from blockdraft.evaluation.prompts import read_prompt_sets
+from blockdraft.models.places import located
 
 METHODS = ("plain", "chain", "tree")
 LEAST = 4  # prompts per measurement, one after the other if the batch is smaller
@@ -126,7 +127,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, out=ROOT / "build" / "against")
     add, known = parser.add_argument, ",".join(METHODS)
     add("commit", help="the commit to compare with")
-    add("--target", type=Path, help="a folder or GGUF file; the bundled target by default")
+    add("--target", type=Path, help="a folder, GGUF file or pulled model; the bundled target by default")
     add("--drafter", help="the target's default drafter, unless given; both trees must know the name")
     add("--backend", choices=("native", "hf"), default="native")
     add("--methods", type=listed(known=METHODS), default=known, help=f"of {known}")
@@ -137,9 +138,9 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
     args = parser.parse(words)
     [given] = read_prompt_sets([args.prompts])
-    target = args.target and str(args.target.resolve())
-    pair = {"target": target, "drafter": args.drafter, "backend": args.backend}
     with in_words(), ExitStack() as opened:
+        target = args.target and str(Path(located(args.target)).resolve())
+        pair = {"target": target, "drafter": args.drafter, "backend": args.backend}
         folder = opened.enter_context(checked_out(args.commit))
         old, new = (
             opened.enter_context(child(root, pair, args.threads, args.out / f"{name}.log"))

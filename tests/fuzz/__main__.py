@@ -1,7 +1,7 @@
 """Fuzz by hand: `python tests/fuzz --minutes 60` runs random cases on all cores; `--seed N` repeats one.
 
-Every answer is compared with plain decoding of that request alone; see `fuzz_check.py`. A case that fails, or ends its
-process, is printed with the command that repeats it, and the others go on.
+Every completion is compared with plain decoding of that request alone; see `fuzz_check.py`. A case that fails, or ends
+its process, is printed with the command that repeats it, and the others go on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ os.environ.setdefault("BLOCKDRAFT_CACHE", str(Path(__file__).parents[2] / "build
 
 
 def work(first: int, count: int, until: float) -> Iterator[dict[str, Any]]:
-    """Cases first, first + 1, ...: a line when each begins, and one when it has ended."""
+    """Run cases first, first + 1, ... Yield a line when each begins, and one when it has ended."""
     from fuzz_cases import case_of
     from fuzz_check import run
     from fuzz_models import Models
@@ -41,7 +41,7 @@ def work(first: int, count: int, until: float) -> Iterator[dict[str, Any]]:
 
 
 class Tally:
-    """What all workers have found, printed as it comes."""
+    """Sums up and prints the results of all workers."""
 
     def __init__(self, minutes: float) -> None:
         self.sums: dict[str, int] = {}
@@ -66,15 +66,15 @@ class Tally:
     def show(self) -> None:
         self._shown = time.time()
         minutes = (self._shown - self._began) / 60
-        found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in self.sums.items())
+        sums = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in self.sums.items())
         print(
-            f"{minutes:.1f} of {self._minutes:g} minutes: {self.cases} cases, {found}, {len(self.failed)} failed",
+            f"{minutes:.1f} of {self._minutes:g} minutes: {self.cases} cases, {sums}, {len(self.failed)} failed",
             flush=True,
         )
 
 
 def watch(first: int, until: float, tally: Tally) -> None:
-    """Run cases in a process of its own, and in another one after a case that has ended it."""
+    """Run cases in another process, and in a new one after a case that ended it."""
     seed = first
     while time.time() < until:
         command = [sys.executable, __file__, "--worker", "--seed", str(seed), "--until", str(until)]

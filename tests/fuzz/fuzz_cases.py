@@ -1,4 +1,4 @@
-"""Random cases: what is asked of an engine, and how it is set up. A seed stands for a case, for ever."""
+"""Random cases: requests, and the engine that gets them. A seed always makes the same case."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class Ask:
     """One request.
 
     Attributes:
-        prompt: Token ids; what `turn_of` has said goes before them.
-        turn_of: The request whose prompt and answer this one goes on from, or None.
+        prompt: Token ids, which follow prompt and completion of `turn_of`.
+        turn_of: The request that this one continues, or None.
         after: The request that must have ended before this one is submitted, or None.
-        cancel: Whether it is cancelled, some time after it was submitted.
+        cancel: Whether it is cancelled, some time after it is submitted.
         stream: Whether it is read as a stream, where nothing else is under way.
-        bounds: How far it is drafted for.
-        predicted: Share of the tokens of its answer that its prediction has; None is no prediction.
+        bounds: Its draft limits.
+        predicted: Share of the tokens of its output that its prediction has; None is no prediction.
         urgent: Whether it goes before others.
+        instructions: Leading tokens of its prompt that may be stored.
     """
 
     prompt: list[int]
@@ -42,14 +43,18 @@ class Ask:
     bounds: RequestDrafting | None = None
     predicted: float | None = None
     urgent: bool = False
+    instructions: int = 0
 
 
 @dataclass
 class Case:
-    """Attributes:
-    model: Number of the model.
-    way: How it is run, of `WAYS`.
-    block_share: Of the drafter's block size, the block size to ask for; None leaves `drafting` as it is.
+    """An engine and its requests.
+
+    Attributes:
+        model: Number of the model.
+        way: How it is run, of `WAYS`.
+        block_share: Of the drafter's block size, the block size to ask for; None leaves `drafting` as it is.
+        stored: Least tokens of a stored prefix; 0 stores none. A second engine then loads what is stored.
     """
 
     seed: int
@@ -60,11 +65,12 @@ class Case:
     block_share: float | None
     max_batch_size: int
     prefix_tokens: int
+    stored: int = 0
     asks: list[Ask] = field(default_factory=list)
 
 
 def case_of(seed: int) -> Case:
-    """The case of a seed. Neighbours share a model, which is made once."""
+    """Return the case of a seed. Neighbouring seeds share a model."""
     model, random = seed // CASES_PER_MODEL, Random(seed)
     way, drafter = random.choice(list(WAYS)), random.choice(DRAFTERS)
     later = Random(f"{seed} drafter")  # of its own, so that the other seeds mean what they did
@@ -84,6 +90,9 @@ def case_of(seed: int) -> Case:
     drafting = Drafting(block_size, budget, sampled, window)
     prefix_tokens = random.choice((0, random.randint(20, 300), 5000))
     case = Case(seed, model, way, drafter, drafting, share, random.randint(1, 6), prefix_tokens)
+    stored = Random(f"{seed} stored")
+    if stored.random() < 0.2:
+        case.stored = stored.choice((1, 5, 20, 64))
     beginnings = [_text(random, model, random.randint(1, LONGEST_PROMPT)) for _ in range(2)]
     for number in range(random.randint(1, 8)):
         earlier = random.randrange(number) if number and random.random() < 0.5 else None
@@ -95,6 +104,8 @@ def case_of(seed: int) -> Case:
         ask.cancel, ask.stream = random.random() < 0.1, random.random() < 0.1
         _add_extras(Random(f"{seed} {number}"), model, ask)  # of its own, so that seeds mean what they meant before
         ask.urgent = Random(f"{seed} {number} urgent").random() < 0.2
+        if case.stored:
+            ask.instructions = stored.choice((0, len(prompt), stored.randint(1, len(prompt))))
         case.asks.append(ask)
     return case
 
@@ -144,7 +155,7 @@ def _params(random: Random, model: int) -> SamplingParams:
 
 
 def predicted(ask: Ask, answer: list[int], model: int) -> list[int]:
-    """The prediction of a request, made of its answer: some tokens are dropped, replaced or inserted."""
+    """Return the prediction of a request: its output, with some tokens dropped, replaced or inserted."""
     if ask.predicted is None:
         return []
     random, size = Random(str(ask.prompt)), target_fields(model)[1]["vocab_size"]

@@ -1,4 +1,4 @@
-"""How the requests of a case reach an engine: by `submit`, whatever order they come in."""
+"""Submits the requests of a case to an engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from fuzz_cases import Ask
 from blockdraft import Completion, Engine
 from blockdraft.engine import Chunk, Request
 
-PATIENCE = 120.0  # seconds that an answer may take
+PATIENCE = 120.0  # seconds that a completion may take
 
 
 def answers(engine: Engine, asks: Sequence[Ask], prompts: Sequence[list[int]]) -> list[Completion]:
-    """Completions of requests whose prompts are known: all at once, but for those that wait for another one;
-    cancellations come in between. Chunks of a stream are put together to its completion."""
+    """Return the completions of requests. All run at once, except those that wait for another one.
+
+    Cancellations come in between. The completion of a stream is joined from its chunks.
+    """
     requests: list[Request] = []
     streams: list[list[Chunk]] = []
     for ask, prompt in zip(asks, prompts, strict=True):
@@ -23,15 +25,16 @@ def answers(engine: Engine, asks: Sequence[Ask], prompts: Sequence[list[int]]) -
             requests[ask.after].result(PATIENCE)
         streams.append([])
         listener = streams[-1].append if ask.stream else None
-        requests.append(engine.submit(prompt, ask.params, listener, ask.bounds, trace=ask.stream, urgent=ask.urgent))
+        more = {"trace": ask.stream, "instruction_tokens": ask.instructions, "urgent": ask.urgent}
+        requests.append(engine.submit(prompt, ask.params, listener, ask.bounds, **more))
         if ask.cancel:
             while ask.stream and not streams[-1]:  # once it has begun
                 time.sleep(0.001)
             requests[-1].cancel()
-    found = [request.result(PATIENCE) for request in requests]
+    completions = [request.result(PATIENCE) for request in requests]
     return [
         _joined(chunks, completion) if ask.stream else completion
-        for ask, chunks, completion in zip(asks, streams, found, strict=True)
+        for ask, chunks, completion in zip(asks, streams, completions, strict=True)
     ]
 
 
@@ -46,5 +49,5 @@ def _joined(chunks: Sequence[Chunk], whole: Completion) -> Completion:
     assert all(
         chunk.step.path[0] == 0 and len(chunk.step.path) >= len(chunk.token_ids) for chunk in chunks if chunk.step
     )
-    told = last.finish_reason, drafted, last.stats, whole.prompt_tokens, last.failure, logprobs, whole.prompt_logprobs
-    return Completion(text, tokens, *told)
+    end = last.finish_reason, drafted, last.stats, whole.prompt_tokens, last.failure, logprobs, whole.prompt_logprobs
+    return Completion(text, tokens, *end)

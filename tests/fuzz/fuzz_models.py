@@ -1,4 +1,4 @@
-"""Random small targets, and a drafter of every kind for each; model k is the same one in every run."""
+"""Random small targets, each with a drafter of every kind. A number always makes the same model."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention  # noqa: E402
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
+MIXTURES = ("qwen3_moe", "qwen2_moe")  # of experts
 # Arguments of `load_target`.
 WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"backend": "native", "compile": "on"},
@@ -62,12 +63,14 @@ NETWORKS: dict[str, type[DFlashNetwork]] = {
 TRAINED = (*NETWORKS, *LATER)  # what has a folder that is written here
 MAX_CONTEXT = 512
 LOUD = 7  # words
-KEPT = 3  # models in memory at a time
+CACHED = 3  # models in memory at a time
 
 
 def target_fields(number: int) -> tuple[str, dict[str, Any]]:
-    """Family and configuration of a model."""
+    """Return family and configuration of a model."""
     random, family = Random(number), FAMILIES[number % len(FAMILIES)]
+    if is_mixture(number):
+        family = MIXTURES[number % len(MIXTURES)]
     kv_heads, layers = random.randint(1, 3), random.randint(1, 4)
     whole = fits_few_bits(number)
     heads = kv_heads * random.randint(1, 4)
@@ -104,12 +107,29 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
         fields["attn_logit_softcapping"] = random.choice((None, 3.0))
     if family in ("qwen2", "qwen3") and random.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    if is_mixture(number):
+        experts = random.randint(2, 9)
+        fields |= {
+            "hidden_size": 16 * random.randint(1, 6),  # whole vectors, or experts are not compiled
+            "moe_intermediate_size": 8 * random.randint(2, 6),
+            "num_experts": experts,
+            "num_experts_per_tok": random.randint(1, min(experts, 4)),
+            "norm_topk_prob": random.random() < 0.5,
+            "decoder_sparse_step": random.choice((1, 1, 2)),
+        }
+        if family == "qwen2_moe":
+            fields |= {"shared_expert_intermediate_size": 8 * random.randint(2, 6), "head_dim": random.choice((8, 16))}
     return family, fields
 
 
+def is_mixture(number: int) -> bool:
+    """Return whether a model is a mixture of experts."""
+    return Random(f"{number} experts").random() < 0.15
+
+
 def fits_few_bits(number: int) -> bool:
-    """Whether its weights can be rounded to 8 and 4 bits: rows are of whole groups then."""
-    return number % 3 != 0
+    """Return whether its weights can be quantized: rows are of whole groups then, and it has no experts."""
+    return number % 3 != 0 and not is_mixture(number)
 
 
 def has_tokenizer(number: int) -> bool:
@@ -117,14 +137,14 @@ def has_tokenizer(number: int) -> bool:
 
 
 def write_target(number: int, folder: Path, disturbed: float = 0.0) -> None:
-    """Write a model's folder; `disturbed` adds noise to its weights, so that another one often agrees with it."""
+    """Write a model's folder. `disturbed` adds noise to its weights, so that it often agrees with the original."""
     family, fields = target_fields(number)
     with torch.random.fork_rng():
         torch.manual_seed(number)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, mean=0.2 * (parameter.ndim == 1), std=0.25)
-        if number % 4:  # few words are loud, for the drafters too: draft tokens at random then come true often enough
+        if number % 4:  # few words are likely, for drafters too, so that random draft tokens are accepted often enough
             quiet = torch.ones(fields["vocab_size"], 1)
             quiet[LOUD:] = 0.1
             model.get_output_embeddings().weight.data *= quiet
@@ -137,10 +157,10 @@ def write_target(number: int, folder: Path, disturbed: float = 0.0) -> None:
 
 
 def write_eagle3(number: int, folder: Path) -> None:
-    """Write a random EAGLE-3 drafter for a model, which drafts among the loud words and some others."""
+    """Write a random EAGLE-3 drafter for a model, whose vocabulary is the loud words and some others."""
     random, (_, fields) = Random(f"{number} eagle3"), target_fields(number)
     kv_heads, target_layers, size = random.randint(1, 2), fields["num_hidden_layers"], fields["vocab_size"]
-    kept = sorted({*range(LOUD), *random.sample(range(size), random.randint(1, size))})
+    vocabulary = sorted({*range(LOUD), *random.sample(range(size), random.randint(1, size))})
     norm = random.choice(("", "fc_norm", "norm_before_fc"))
     config = Eagle3Config(
         hidden_size=fields["hidden_size"],
@@ -149,7 +169,7 @@ def write_eagle3(number: int, folder: Path) -> None:
         num_key_value_heads=kv_heads,
         head_dim=random.choice((4, 8, 12, 16)),
         vocab_size=size,
-        draft_vocab_size=len(kept),
+        draft_vocab_size=len(vocabulary),
         target_layers=tuple(random.sample(range(target_layers), random.randint(1, target_layers))),
         num_target_layers=target_layers,
         block_size=random.randint(2, 12),
@@ -161,7 +181,7 @@ def write_eagle3(number: int, folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(number)
         network = Eagle3Network(config)
-        network.keep(torch.tensor(kept))
+        network.keep(torch.tensor(vocabulary))
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
@@ -245,9 +265,9 @@ class Models:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.target = lru_cache(maxsize=KEPT * len(WAYS))(self._target)
-        self.drafter = lru_cache(maxsize=KEPT * len(WAYS) * len(DRAFTERS))(self._drafter)
-        self.reference = lru_cache(maxsize=KEPT)(self._reference)
+        self.target = lru_cache(maxsize=CACHED * len(WAYS))(self._target)
+        self.drafter = lru_cache(maxsize=CACHED * len(WAYS) * len(DRAFTERS))(self._drafter)
+        self.reference = lru_cache(maxsize=CACHED)(self._reference)
 
     def _path(self, number: int, kind: str) -> Path:
         path = self._folder / f"{number}-{kind}"
@@ -274,5 +294,5 @@ class Models:
         return load_drafter(path, target=self.target(number, way), **own)
 
     def _reference(self, number: int) -> Any:
-        """The model in transformers' own class."""
+        """Return the model as transformers runs it."""
         return AutoModelForCausalLM.from_pretrained(self._path(number, "target"), dtype=torch.float32).eval()

@@ -1,6 +1,6 @@
-"""Random models, ways of running, drafters, settings and requests: every answer is that of plain decoding.
+"""Random models, ways of running, drafters, settings and requests: every completion is that of plain decoding.
 
-The same cases each time, the first in `make test`, more in `make test-long`; `make fuzz` goes on with others, by hand.
+`make test` and `make test-long` always run the same cases; `make fuzz` runs others.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fuzz_cases import CASES_PER_MODEL, case_of
 from fuzz_check import Different, Outcome, run
-from fuzz_models import DRAFTERS, LATER, NEWEST, WAYS, Models, target_fields
+from fuzz_models import DRAFTERS, LATER, NEWEST, WAYS, Models, is_mixture, target_fields
 
 from blockdraft import Completion, Engine
 from blockdraft.engine import Request
@@ -47,6 +47,8 @@ def test_cases_are_of_every_kind() -> None:
     asks = [ask for case in cases for ask in case.asks]
     assert any(ask.cancel for ask in asks) and any(ask.stream for ask in asks) and any(ask.params.stop for ask in asks)
     assert {ask.urgent for ask in asks} == {False, True}
+    assert any(case.stored for case in cases) and any(ask.instructions for ask in asks)
+    assert {is_mixture(model) for model in range(MORE_MODELS)} == {False, True}
     assert any(ask.bounds for ask in asks) and any(ask.params.grammar for ask in asks)
     assert {ask.predicted for ask in asks} == {None, 0.0, 0.5, 0.9, 1.0}
     assert {ask.params.lookup_scope for ask in asks} == {None, "a", "b"}
@@ -57,7 +59,7 @@ def test_cases_are_of_every_kind() -> None:
 
 
 def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token that is another, in what every engine but the plain one says."""
+    """The last token of each drafted completion is changed."""
     case = case_of(3)
     case = replace(case, drafter="lookup", drafting=replace(case.drafting, sampled=False))
     for ask in case.asks:
@@ -72,8 +74,9 @@ def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: py
         result = request.result
 
         def changed(timeout: float | None = None) -> Completion:
-            found = result(timeout)
-            return replace(found, token_ids=[*found.token_ids[:-1], (found.token_ids[-1] + 1) % self.target.vocab_size])
+            completion = result(timeout)
+            *tokens, last = completion.token_ids
+            return replace(completion, token_ids=[*tokens, (last + 1) % self.target.vocab_size])
 
         request.result = changed  # type: ignore[method-assign]
         return request

@@ -22,7 +22,7 @@ from blockdraft.serving.infill_limits import InfillLimits
 from blockdraft.serving.request import Infill
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
-from blockdraft.serving.typed_infills import MAX_CLIENTS, MAX_TYPED, TypedInfills
+from blockdraft.serving.typed_infills import ANCHOR, MAX_CLIENTS, MAX_INFILLS, MAX_TEXT, MAX_TYPED, TypedInfills
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
@@ -365,3 +365,65 @@ def test_bounds_of_typing() -> None:
         infills = TypedInfills()
         infills.begin("client", Infill("x" * 999, "b")).output = "yes"
         assert infills.begin("client", Infill("x" * (999 - deleted), "")).draft == draft
+
+
+def offer(infills: TypedInfills, before: str, output: str, after: str = "\n") -> None:
+    infills.begin("client", Infill(before, after)).output = output
+
+
+def draft(infills: TypedInfills, before: str) -> str:
+    return infills.begin("client", Infill(before, "\n")).draft
+
+
+def test_the_newest_completion_is_drafted() -> None:
+    infills = TypedInfills()
+    offer(infills, "x = ", "foo(bar)")
+    offer(infills, "x = ", "fob")
+    assert draft(infills, "x = fo") == "b"
+    offer(infills, "x = foo", "d")  # not the "(bar)" that was its draft
+    assert draft(infills, "x = foo") == "d"
+
+
+def test_a_window_that_begins_elsewhere_is_recognized_near_the_cursor_only() -> None:
+    early, late = "0123456789" * 4, "abcdefghij" * 4
+    near, far = "-" * (MAX_TYPED - len(late)), "-" * MAX_TYPED
+    for between, expected in ((near, near + late), (far, "")):
+        infills = TypedInfills()
+        offer(infills, f"a\n{early}{between}{late}", "")
+        assert draft(infills, f"b\n{early}") == expected
+    infills = TypedInfills()
+    offer(infills, "a\nx = ", "foo" + "(" * ANCHOR)
+    assert draft(infills, "x = foo") == ""  # too short to be sure
+
+
+def test_an_infill_without_text_before_it_is_independent() -> None:
+    infills = TypedInfills()
+    older = infills.begin("client", Infill("a", "\n"))
+    older.output = "bc"
+    empty = infills.begin("client", Infill("", "\n"))
+    assert not older.replaced
+    infills.begin("client", Infill("x", "\n"))
+    assert not empty.replaced
+
+
+def test_few_infills_are_kept() -> None:
+    infills = TypedInfills()
+    offer(infills, "x = ", "foo")
+    for number in range(MAX_INFILLS - 1):
+        offer(infills, f"y{number}", "")
+    assert draft(infills, "x = f") == "oo"
+    for number in range(MAX_INFILLS):
+        offer(infills, f"z{number}", "")
+    assert draft(infills, "x = f") == ""
+    for length, expected in ((MAX_TEXT, "foo"), (MAX_TEXT + 1, "")):
+        infills = TypedInfills()
+        offer(infills, "x" * (length - 1), "foo")
+        assert draft(infills, "x" * (length - 1)) == expected
+
+
+def test_clients_that_went_on_are_kept() -> None:
+    infills = TypedInfills()
+    offer(infills, "x = ", "foo")
+    for number in range(2 * MAX_CLIENTS):
+        infills.begin(str(number), Infill("a", "b"))
+        assert draft(infills, "x = f") == "oo"

@@ -365,7 +365,7 @@ def test_refused_options(tmp_path: Path) -> None:
     for options in ({"revision": "main"}, {"adapter": "x"}):
         with pytest.raises(UsageError, match="goes with a model folder or hub name"), open_checkpoint(path, **options):
             pass
-    with pytest.raises(UsageError, match="m.gguf cannot be rounded without its tokenizer"), open_checkpoint(path):
+    with pytest.raises(UsageError, match="m.gguf cannot be quantized without its tokenizer"), open_checkpoint(path):
         pass
     write_gguf(path, model_of("llama", **WORDY), "Q8_0", tokenizer=tiny_tokenizer())
     with pytest.raises(UsageError, match=r"m.gguf is quantized already \(Q8_0\).* F16, BF16"), open_checkpoint(path):

@@ -408,7 +408,7 @@ def test_experts_and_recurrent_layers_are_not_quantized_at_load_time(
 ) -> None:
     with pytest.raises(ValueError, match=f"it has {part}, whose weights it neither quantizes nor reads"):
         load_target(folders[name], device="cpu", quantize="int8")
-    with pytest.raises(ValueError, match=f"cannot be rounded: it has {part}"), open_checkpoint(folders[name]):
+    with pytest.raises(ValueError, match=f"cannot be quantized: it has {part}"), open_checkpoint(folders[name]):
         pass
 
 

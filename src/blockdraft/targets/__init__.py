@@ -248,7 +248,7 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
 
 
 def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "quantized"
 ) -> AbstractContextManager[OpenCheckpoint]:
     """Open a model folder, hub name or GGUF file to read its tensors one at a time.
 

@@ -147,7 +147,7 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "quantized"
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of a family that the native decoder supports, on the CPU, without reading all weights.
 
@@ -178,7 +178,7 @@ def open_checkpoint(
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
     if wanted.decode_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}, which only decoding knows.")
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}. Decode with it as it is.")
     raw = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:

@@ -9,7 +9,6 @@ import pytest
 from benchmarks.against import __main__ as against
 from benchmarks.against.__main__ import Sample, checked_out, child, compare, line, summary
 from benchmarks.harness.process import PeerError
-from blockdraft.models.places import TINY
 
 LOOP = [7] * 40
 
@@ -70,13 +69,13 @@ def test_a_commit_is_checked_out_and_removed(tmp_path: Path) -> None:
 def test_this_tree_against_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(against, "checked_out", lambda commit: nullcontext(against.ROOT))
     options = ["HEAD", "--methods", "plain,chain", "--rows", "2", "--rounds", "1", "--tokens", "6", "--threads", "1"]
-    pair = ["--target", str(TINY / "target"), "--drafter", "bundled-dflash"]
+    pair = ["--target", "bundled", "--drafter", "bundled-dflash"]
     assert against.main([*options, *pair, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "against.json").read_text())
     assert [one["method"] for one in found] == ["plain", "chain"] and all(one["identical"] for one in found)
     assert found[0]["old_host_microseconds"] > 0
     page = (tmp_path / "against.md").read_text()
-    assert "native, compiled" in page and page.startswith("target, old")
+    assert "native, compiled" in page and page.startswith("bundled, old")
 
 
 @pytest.mark.slow

@@ -324,6 +324,10 @@ def test_key(browser: Browser) -> None:
         page.locator("#key").fill("secret")
         page.keyboard.press("Enter")
         expect(page.locator("#about")).to_contain_text("scripted-target")
+        page.locator("#connect-tab").click()
+        for name in page.locator("#editor option").all_text_contents():
+            page.locator("#editor").select_option(name)
+            assert "YOUR_KEY" in (page.locator("#editor-block").text_content() or ""), name
         page.reload()
         expect(page.locator("#about")).to_contain_text("scripted-target")
         expect(page.locator("#key-form")).to_be_hidden()

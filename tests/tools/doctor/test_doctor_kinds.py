@@ -242,7 +242,7 @@ def test_norms_kept_otherwise(target: Target, learned: Callable[..., Checkpoint]
 
 
 def test_drafters_without_files_cannot_be_examined(target: Target) -> None:
-    with pytest.raises(UsageError, match="lookup does not exist; give the folder or GGUF file"):
+    with pytest.raises(UsageError, match="There is no lookup; give the folder or GGUF file"):
         checker_of("lookup", target)
 
 

@@ -202,7 +202,7 @@ def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
 
 @contextmanager
 def open_gguf_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "quantized"
 ) -> Iterator[OpenCheckpoint]:
     """Open the model of a GGUF file as `open_checkpoint` opens a folder, with the files that its folder would have.
 
@@ -223,9 +223,9 @@ def open_gguf_checkpoint(
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
     if wanted.decode_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}, which only decoding knows.")
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}. Decode with it as it is.")
     few = sorted(weights.kinds - set(FLOATS))
-    if few and doing == "rounded":
+    if few and doing == "quantized":
         raise UsageError(
             f"{path} is quantized already ({', '.join(few)}), and twice would lose more; give a file of the model in "
             "F16, BF16 or F32, or its folder."

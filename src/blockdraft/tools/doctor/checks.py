@@ -254,7 +254,7 @@ def checker_of(path: str | Path, target: Target) -> tuple[Checker, str | None]:
         UsageError: The drafter cannot be read, or its kind has no checks.
     """
     if not Path(path).exists():
-        raise UsageError(f"{path} does not exist; give the folder or GGUF file of a drafter with a network.")
+        raise UsageError(f"There is no {path}; give the folder or GGUF file of a drafter, which must have a network.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     checkpoint = read_drafter(path, vocabulary, target.num_layers)
     kinds: list[type[Checker]] = [kind for module in parts("checks").values() for kind in module.CHECKERS]
