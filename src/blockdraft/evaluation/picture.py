@@ -34,7 +34,8 @@ def draw(results: Results) -> bytes | None:
     for axes in (speedups, acceptance):
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", frameon=False, ncols=4)
+    if drafted:
+        figure.legend(loc="outside lower center", frameon=False, ncols=4)
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()
