@@ -162,7 +162,9 @@ def main() -> None:
         model = args.model or Path(folder) / f"qwen3moe-{args.layers}.gguf"
         if not model.exists():
             tell(f"writing {model}")
-            write_model(model, args.layers)
+            partial = model.with_suffix(".partial")
+            write_model(partial, args.layers)
+            partial.replace(model)
         tell(f"{model.stat().st_size / 1e9:.2f} GB")
         libraries = cache_folder() / "libraries"  # which are compiled once for all models
         libraries.mkdir(parents=True, exist_ok=True)
