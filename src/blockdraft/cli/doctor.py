@@ -11,8 +11,8 @@ from pydantic import Field
 
 from blockdraft.cli import display
 from blockdraft.cli.display import new_table, standard, tell
-from blockdraft.cli.options import DRAFTING, Only
-from blockdraft.cli.target import AsJson, Decoded, Files, need_drafter
+from blockdraft.cli.options import DRAFTING, MODEL, Only
+from blockdraft.cli.target import TARGET, AsJson, DecodingSettings, Files, need_drafter
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.settings import Settings
 from blockdraft.settings import Flag, settings
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from blockdraft.tools.doctor.examine import Diagnosis
 
 SHOWN_POSITIONS = 4  # of S_i; the JSON has all
+
+
+@settings
+class ExaminedTarget(DecodingSettings):
+    """The target of the drafter that `blockdraft doctor` examines."""
+
+    target: Annotated[str | None, Flag(metavar="DIR|NAME")] = Field(
+        None, description=f"{TARGET}the bundled tiny model, whatever has been pulled."
+    )
 
 
 @settings
@@ -42,7 +51,7 @@ class Patient:
 
 def doctor(
     *,
-    run: Decoded,
+    run: Annotated[ExaminedTarget, Only(panel=MODEL)],
     what: Patient,
     how: Annotated[Settings, Only("limit")],
     settings: DoctorSettings,
@@ -52,8 +61,8 @@ def doctor(
 
     It decodes some prompts, runs the drafter again on the finished texts, and checks whether it would do better if its
     checkpoint meant something else: target layers, positions and hidden states off by one, windows, causality, halves
-    in another order, norms, draft vocabulary, rotary base, precision. The drafter is not quantized. Without --target it
-    examines the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
+    in another order, norms, draft vocabulary, rotary base, precision. The drafter is not quantized. The exit code is 1
+    if it finds a fault.
     """
     # A quantized drafter proposes other tokens than the network that the checks run, as if decoding were at fault.
     run = replace(run, target=run.target or "bundled", round_drafters=False)
