@@ -11,8 +11,8 @@ from pydantic import Field
 
 from blockdraft.cli import display
 from blockdraft.cli.display import standard, tell
-from blockdraft.cli.options import DRAFTING, Only
-from blockdraft.cli.target import AsJson, DecodingTarget, Files, need_drafter
+from blockdraft.cli.options import DRAFTING, MODEL, Only
+from blockdraft.cli.target import TARGET, AsJson, DecodingSettings, Files, need_drafter
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.tables import SHARES, new_table, percents
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from blockdraft.tools.doctor.examine import Diagnosis
+
+
+@settings
+class ExaminedTarget(DecodingSettings):
+    """The target of the drafter that `blockdraft doctor` examines."""
+
+    target: Annotated[str | None, Flag(metavar="DIR|NAME")] = Field(
+        None, description=f"{TARGET}the bundled tiny model, whatever has been pulled."
+    )
 
 
 @settings
@@ -41,7 +50,7 @@ class DoctorSettings:
 
 def doctor(
     *,
-    model: DecodingTarget,
+    model: Annotated[ExaminedTarget, Only(panel=MODEL)],
     options: DoctorSettings,
     measurement: Annotated[MeasureSettings, Only("limit")],
     as_json: AsJson = False,
@@ -50,8 +59,8 @@ def doctor(
 
     It decodes some prompts, runs the drafter again on the finished texts, and checks whether it would do better if its
     checkpoint meant something else: target layers, positions and hidden states off by one, windows, causality, halves
-    in another order, norms, draft vocabulary, rotary base, precision. The drafter is not quantized. Without --target it
-    examines the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
+    in another order, norms, draft vocabulary, rotary base, precision. The drafter is not quantized. The exit code is 1
+    if it finds a fault.
     """
     # A quantized drafter proposes other tokens than the network that the checks run, as if decoding were at fault.
     model = replace(model, target=model.target or "bundled", round_drafters=False)
