@@ -34,7 +34,8 @@ MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more no
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers without a state
 ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along a chain and not along a tree"
-EXPERTS_TOGETHER = ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")  # families whose experts transformers stacks
+# Families whose experts transformers stacks.
+EXPERTS_TOGETHER = ("lfm2_moe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
 # Families whose output would be wrong, though their layers attend or are recurrent.
 REFUSED_FAMILIES = {
     "bloom": ALIBI,

@@ -75,13 +75,12 @@ def open_weights(
         with loading(path):
             opened = open_tensors(weight_files(path, options.revision))
         tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in opened.items()}
-    tensors = _experts_apart(tensors)
     if quantization:
         try:
             tensors, source = read_quantized(quantization, tensors), str(quantization.get(SOURCE) or "")
         except NotRead as refused:
             raise NotCovered(str(refused)) from refused
-    tensors = own_tensors(config, tensors)
+    tensors = _experts_apart(own_tensors(config, tensors))
     if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
         tensors[TABLE] = tensors[HEAD]
     _check_tensors(wanted, tensors)
