@@ -285,7 +285,6 @@ class NativeTarget(CheckpointTarget):
         node = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # raises errors now
 
-    @torch.no_grad()
     def forward(
         self,
         tokens: Tensor,
@@ -295,9 +294,7 @@ class NativeTarget(CheckpointTarget):
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         config, count = self.decoder.config, tokens.size(1)
-        like = self.decoder.norm.given[0]
-        if self.compiled is not None:
-            like = torch.empty(0, dtype=self.compiled.library.store_dtype)
+        like = self.decoder.norm.given[0] if self.compiled is None else self.compiled.no_slots
         memories = [
             cache.memory(len(layers), 2 * heads, self._slot_size(head_dim), like, kind)
             for kind, ((heads, head_dim), layers) in enumerate(config.memories.items())
@@ -307,7 +304,7 @@ class NativeTarget(CheckpointTarget):
         if config.convolved_layers:
             inputs_like = like.new_empty(0, dtype=self._inputs_dtype)
             inputs = cache.memory(config.convolved_layers, 1, config.hidden_size, inputs_like, len(memories))
-        with self.lock:
+        with self.lock, torch.no_grad():
             if self.compiled is not None:
                 return TargetOutput(
                     *self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at, inputs)
