@@ -40,7 +40,7 @@ DECODE_FOR = {
     "targets": {"blockdraft.decode.proposal"},
     "drafters": {
         f"blockdraft.decode.{name}"
-        for name in ("proposal", "tree", "merging", "distributions", "sampling", "suffix_index")
+        for name in ("proposal", "tree", "merging", "distributions", "sampling", "suffix_index", "prediction")
     },
 }
 

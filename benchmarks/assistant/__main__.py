@@ -20,10 +20,11 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.assistant.tasks import KINDS, TESTS, Task, make_tasks
+from benchmarks.assistant.tasks import JSON, KINDS, TESTS, Task, make_tasks
 from benchmarks.harness.command import CORES, ROOT, Parser, digest, in_words, keep_settings, listed, tell
 from benchmarks.harness.interleaving import groups, interleaved, median
 from benchmarks.harness.process import PeerError
@@ -48,6 +49,7 @@ SPECULATORS = {  # options of llama-server
     ),
 }
 CONTEXT = 4096  # tokens of a request at llama.cpp's server
+WARM_UP = 48  # tokens
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 log, options = given.out / f"llama-{kind}.log", SPECULATORS[kind]
                 servers[f"{LLAMA} {kind}"] = llama(given.model, None, log, given.threads, 1, CONTEXT, options)
                 stack.callback(servers[f"{LLAMA} {kind}"].close)
-        [warm_up] = make_tasks(texts, 1, [TESTS])
-        for way in (way for way in servers if way not in (PLAIN, PREDICTED)):
+        for warm_up, way in product(make_tasks(texts, 1, [TESTS, JSON]), servers.keys() - {PLAIN, PREDICTED}):
+            warm_up.fields["max_tokens"] = WARM_UP
             ask(servers[way], warm_up, way)
         for _, task, way in interleaved(tasks, list(servers), 1, takes):
             if (task.kind, task.name, way) in records.had:

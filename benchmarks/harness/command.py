@@ -7,6 +7,7 @@ import hashlib
 import json
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,9 +148,12 @@ def keep_settings(
 def in_words(resumes: bool = True) -> Iterator[None]:
     """Report an expected error, or an interruption, in one line and end with status 2 or 130.
 
+    SIGTERM counts as an interruption, so that servers of the benchmark are ended too.
+
     Args:
         resumes: Whether the same command goes on where it was interrupted.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except (ValueError, PeerError, BlockdraftError) as error:

@@ -241,6 +241,8 @@ def main(words: Sequence[str] | None = None) -> None:
             asyncio.run(type_line(server, Session("", "x" * KEYS, "", "")))  # warm-up
         ways = [(server, load) for load in (ALONE, BESIDE) for server in servers]
         for _, number, (name, load) in interleaved(range(given.sessions), ways, 1):
+            if (given.model.stem, name, load, number, KEYS) in records.had:
+                continue
             waits = asyncio.run(run_session(servers[name], sessions[number], load == BESIDE))
             records.add(*(Run(given.model.stem, name, load, number, *wait) for wait in waits))
             tell(f"{name}, {load}: {', '.join(f'{wait[1]:.2f}' for wait in waits)} s")

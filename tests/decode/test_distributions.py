@@ -174,7 +174,18 @@ def test_looking_at_one_node_leaves_the_logits_alone() -> None:
     assert not logits.any()
 
 
-class OnlyLarger:
+class Mask:
+    """Rules that are a mask."""
+
+    def after(self, tokens: Sequence[int]) -> Tensor | None:
+        raise NotImplementedError
+
+    def allows(self, tokens: Sequence[int], token: int) -> bool:
+        allowed = self.after(tokens)
+        return allowed is not None and bool(allowed[token])
+
+
+class OnlyLarger(Mask):
     """Allows tokens larger than all before them, the anchor aside."""
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
@@ -232,7 +243,7 @@ def test_no_penalty_makes_the_only_allowed_token_impossible(temperature: float) 
     assert found.draw([0], [0], torch.zeros(1, 1, dtype=torch.float64)) == [9]
 
 
-class OnlyNine:
+class OnlyNine(Mask):
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         return torch.arange(10) == 9
 

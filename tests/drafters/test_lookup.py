@@ -65,6 +65,21 @@ def test_a_file_that_is_rewritten_with_one_change_takes_few_steps() -> None:
     assert len(output) / steps > 8
 
 
+def test_a_file_that_is_rewritten_with_a_name_replaced_takes_few_steps() -> None:
+    random = Random(1)
+    file = [random.randrange(4, 300) for _ in range(800)]
+    for place in range(20, 800, 40):
+        file[place] = 400
+    output = [5000, *(token for old in file for token in ([401, 402] if old == 400 else [old])), 5003]
+    state, done, steps = observed([[5000, *file, 5001]]), 0, 0
+    while done < len(output) - 1:
+        draft = [*draft_tokens(state, output[done], 17), None]
+        accepted = next(i for i, token in enumerate(draft) if token is None or [token] != output[done + 1 + i :][:1])
+        observed([output[done : done + 1 + accepted]], state)
+        done, steps = done + 1 + accepted, steps + 1
+    assert steps < len(output) / 17 + 12
+
+
 def test_a_repeating_text_is_drafted_to_go_on_repeating() -> None:
     assert draft_tokens(observed([[5, 6, 7, 5, 6, 7, 5]]), 6, block_size=8) == [7, 5, 6, 7, 5, 6, 7]
     assert draft_tokens(observed([[9, 4, 4, 4, 4]]), 4) == [4] * 15
@@ -171,17 +186,19 @@ def test_a_chain_ends_where_a_further_draft_token_would_not_save_time() -> None:
 
 
 def test_earlier_outputs_of_the_same_scope_are_continued_and_no_others() -> None:
-    state = observed([[1, 2, 3]])
-    DRAFTER.remember(state, "mine", FILE)
-    DRAFTER.remember(state, "mine", [200, 201, 202])
-    DRAFTER.remember(state, "other", [50, 51, 1, 2, 3, 52, 53])
-    observed([FILE[5:15]], state)
-    assert draft_tokens(state, FILE[15], 4, "mine") == FILE[16:19]
-    assert draft_tokens(state, FILE[15], 4) == draft_tokens(state, FILE[15], 4, "other") == []
-    assert draft_tokens(state, FILE[-1], scope="mine") == []  # an output ends there
-    end = DRAFTER.propose(state, torch.tensor([FILE[-1]]), plan(8, tree_budget=6, scope="mine"))
+    def state() -> LookupState:
+        state = observed([[1, 2, 3]])
+        DRAFTER.remember(state, "mine", FILE)
+        DRAFTER.remember(state, "mine", [200, 201, 202])
+        DRAFTER.remember(state, "other", [50, 51, 1, 2, 3, 52, 53])
+        return observed([FILE[5:15]], state)
+
+    assert draft_tokens(state(), FILE[15], 4, "mine") == FILE[16:19]
+    assert draft_tokens(state(), FILE[15], 4) == draft_tokens(state(), FILE[15], 4, "other") == []
+    assert draft_tokens(state(), FILE[-1], scope="mine") == []  # an output ends there
+    end = DRAFTER.propose(state(), torch.tensor([FILE[-1]]), plan(8, tree_budget=6, scope="mine"))
     assert end.tokens.tolist() == [[FILE[-1]]]
-    tree = DRAFTER.propose(state, torch.tensor([FILE[15]]), plan(8, tree_budget=6, scope="mine"))
+    tree = DRAFTER.propose(state(), torch.tensor([FILE[15]]), plan(8, tree_budget=6, scope="mine"))
     assert tree.tokens[0, 1:].tolist() == FILE[16:22]
 
 

@@ -3,6 +3,7 @@ masked."""
 
 import json
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -129,8 +130,12 @@ class NotTwice:
         self.last = token
         return True
 
-    def forced_tokens(self) -> list[int]:
-        return []
+    def draft(self, most: int) -> tuple[list[int], list[float]]:
+        return [], []
+
+    def allows(self, tokens: Sequence[int], token: int) -> bool:
+        allowed = self.after(tokens)
+        return allowed is not None and bool(allowed[token])
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         allowed = torch.ones(V, dtype=torch.bool)
@@ -212,6 +217,27 @@ def test_a_complete_grammar_lets_the_end_follow_alone(target: Target) -> None:
     assert state.advance(a) and after() == [b, c] and after(b) == ends
     assert after(a) is None and after(c) == ends  # draft tokens leave no trace
     assert state.advance(b) and after() == ends and state.dead_end() is None
+
+
+def test_a_token_is_allowed_where_the_mask_allows_it(target: Target) -> None:
+    schema = {"type": "object", "properties": {"a b": {"type": "integer"}, "c": {"enum": ["x", "yz"]}}}
+    choose = random.Random(0)
+    for kind, text in (("json_schema", json.dumps(schema)), ("json_object", ""), ("regex", "(a|b)+c[0-9]{3}( f| ba)*")):
+        state = AnswerGrammar(Grammar(kind, text), target)  # type: ignore[arg-type]
+        for _ in range(12):
+            mask = state.after([])
+            assert mask is not None
+            allowed = mask.nonzero().flatten().tolist()
+            tokens = {*choose.sample(range(len(mask)), 40), *allowed[:20], *target.eos_token_ids}
+            assert [state.allows([], token) for token in tokens] == [bool(mask[token]) for token in tokens]
+            following = choose.choice(allowed)
+            mask = state.after([following])
+            assert [state.allows([following], token) for token in tokens] == [
+                mask is not None and bool(mask[token]) for token in tokens
+            ]
+            if following in target.eos_token_ids:
+                break
+            assert state.advance(following)
 
 
 @pytest.mark.parametrize("vocab_size", [300, 265, 200])

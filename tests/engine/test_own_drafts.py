@@ -17,11 +17,11 @@ from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_m
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from blockdraft.decode.merging import put_first
+from blockdraft.decode.prediction import Prediction
 from blockdraft.decode.proposal import SparseDistribution, chain
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine
 from blockdraft.engine.grammar import AnswerGrammar
-from blockdraft.engine.prediction import Prediction
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Grammar, RequestDrafting, SamplingParams
@@ -61,7 +61,8 @@ def follow(prediction: Prediction, output: Sequence[int], most: int = 16) -> lis
     """Decode an output that is known, and return the tokens of each step."""
     done, steps = 1, list[int]()
     while done < len(output):
-        draft, acceptance_probs = prediction.draft(output[:done], most)
+        prediction.follow(output[prediction.length : done])
+        draft, acceptance_probs = prediction.draft(most)
         assert len(acceptance_probs) == len(draft)
         assert len(draft) <= most
         accepted = next(
@@ -94,9 +95,24 @@ def test_a_wrong_prediction_costs_little() -> None:
     text, output = ([random.randrange(50) for _ in range(300)] for _ in range(2))
     prediction, drafted = Prediction(text), 0
     for end in range(1, len(output)):
-        drafted += sum(prob > 0.5 for prob in prediction.draft(output[:end], 16)[1])
+        prediction.follow(output[end - 1 : end])
+        drafted += sum(prob > 0.5 for prob in prediction.draft(16)[1])
     assert drafted < len(output) / 4
-    assert Prediction([1, 2]).draft([1, 2], 16)[0] == Prediction([1, 2]).draft([1, 2, 3, 4, 5], 16)[0] == []
+    for output in ([1, 2], [1, 2, 3, 4, 5]):
+        prediction = Prediction([1, 2])
+        prediction.follow(output)
+        assert prediction.draft(16) == ([], [])
+
+
+def test_a_name_that_was_replaced_once_is_replaced_further_on() -> None:
+    random = Random(2)
+    text = [random.randrange(500) for _ in range(600)]
+    for place in range(40, 600, 40):
+        text[place : place + 2] = 901, 902
+    output = [token for token in text for token in ([903] if token == 901 else [904, 905] if token == 902 else [token])]
+    assert len(follow(Prediction(text), output)) < len(output) / 17 + 8  # as if there were one difference
+    mixed = [903 if token == 901 and place < 300 else token for place, token in enumerate(text)]
+    assert len(follow(Prediction(text), mixed)) < len(mixed) / 17 + 14  # replaced at first, then not any more
 
 
 def test_a_prediction_that_repeats_itself_is_found_again_nearby() -> None:
@@ -219,6 +235,20 @@ def test_a_prediction_behind_the_end_of_an_answer_is_not_accepted(target: Target
     assert completion.finish_reason == "stop" and len(completion.token_ids) < LENGTH_OF_ANSWERS - 20
     assert 0 < completion.stats.accepted_prediction == sum(completion.drafted) < len(completion.token_ids)
     assert completion.stats.rejected_prediction > 0
+
+
+@pytest.mark.parametrize(("comma", "colon"), [(",", ":"), (",\n ", ": "), (", ", ": ")])
+def test_separators_are_drafted_as_they_came_before(target: Target, comma: str, colon: str) -> None:
+    names = ("alpha", "beta", "gamma", "delta")
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}, "required": list(names)}
+    grammar = AnswerGrammar(Grammar("json_schema", json.dumps(schema)), target)
+    assert target.tokenizer is not None
+    text = "{" + comma.join(f'"{name}"{colon}1' for name in names[:3]) + comma
+    assert all(map(grammar.advance, target.tokenizer.encode(text, add_special_tokens=False)))
+    tokens, acceptance_probs = grammar.draft(64)
+    assert target.tokenizer.decode(tokens) == f'"delta"{colon}'
+    assert len(acceptance_probs) == len(tokens) and acceptance_probs == sorted(acceptance_probs, reverse=True)
+    assert grammar.draft(2) == (tokens[:2], acceptance_probs[:2])
 
 
 def test_tokens_that_the_target_lacks_are_not_drafted(tiny_target_dir: Path, tmp_path: Path) -> None:

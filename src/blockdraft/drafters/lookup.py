@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.prediction import Prediction
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.decode.suffix_index import Match, MatchRates, SuffixIndex
 from blockdraft.decode.tree import best_count
@@ -27,6 +28,8 @@ START = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.97)  # initial acceptance rates
 MIN_PROB = 0.05  # acceptance probability of a path below which it ends
 BYTES_PER_TOKEN = 800  # host memory of a token and its share of the index
 
+COPY_MATCH, COPY_TOKENS = 8, 32  # least match, and least tokens behind it, from which a passage counts as copied
+MAX_COPY = 8192  # tokens of a copied passage
 MAX_MATCH = 32  # tokens of a sequence that are looked up in earlier outputs
 SCOPE_TOKENS = 16_384  # of the earlier outputs of a scope
 STORE_TOKENS = 65_536  # of all scopes
@@ -40,12 +43,35 @@ class IndexedSequence:
         tokens: The tokens. Those that the index lacks are added before the next draft.
         rates: Acceptance rates of matches. They are updated at each committed token, drafted or not, so they depend on
             the sequence alone.
+        copy: The passage that the sequence copies at present, if any. It is followed through changes, where a match of
+            the last tokens alone would be short.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)
         self.rates = MatchRates(START)
         self.index = SuffixIndex()
+        self.copy: Prediction | None = None
+        self._copy_from, self._copy_begin = self.index, 0  # source, and position of the first token that may be copied
+
+    def draft_copy(self, anchor: int, matches: Matches, most: int) -> tuple[list[int], list[float]]:
+        """Return the next tokens of the copied passage with their acceptance probabilities; none if a match is longer.
+
+        A long match begins a copy.
+        """
+        index, match = _longest(matches)
+        if self.copy is not None and any(source is self._copy_from for source, _ in matches):
+            followed = self._copy_begin + self.copy.length
+            self.copy.follow([*self.tokens[followed:], anchor][: len(self.tokens) + 1 - followed])
+            tokens, acceptance_probs = self.copy.draft(most)
+            if tokens and self.copy.agreed + COPY_MATCH >= match.length:
+                return tokens, acceptance_probs
+        if match.length >= COPY_MATCH:
+            passage = _until_separator(index.tokens[index.end(match) : index.end(match) + MAX_COPY])
+            if len(passage) >= COPY_TOKENS:
+                self.copy = Prediction(passage, match.length)
+                self._copy_from, self._copy_begin = index, len(self.tokens) + 1
+        return [], []
 
     def update_index(self) -> None:
         """Index the tokens that were observed since the last call."""
@@ -115,10 +141,11 @@ class LookupDrafter(Drafter):
     """Drafts what followed the longest match of the last tokens, anchor included.
 
     Matches are found in the sequence so far, and in earlier outputs of its `SamplingParams.lookup_scope`. A chain is
-    the continuation of the longest match, the latest if there are several. A tree also holds the continuations of
-    shorter ones. Acceptance probabilities by the length of a match are learned from the sequence. A path ends where its
-    probability falls below `MIN_PROB`; with `plan.step_seconds` a chain ends where a further token would not save
-    time. A sequence without a match gets no draft tokens. The numbers of a `SampledPlan` are ignored.
+    the continuation of the longest match, the latest if there are several, or of a passage that the sequence copies
+    with changes. A tree also holds the continuations of shorter matches. Acceptance probabilities by the length of a
+    match are learned from the sequence. A path ends where its probability falls below `MIN_PROB`; with
+    `plan.step_seconds` a chain ends where a further token would not save time. A sequence without a match gets no draft
+    tokens. The numbers of a `SampledPlan` are ignored.
     """
 
     path: Path | None = None
@@ -152,7 +179,7 @@ class LookupDrafter(Drafter):
             matches = [(index, index.extend(index.longest, token))]
             context = [*sequence.tokens[1 - MAX_MATCH :], token]
             matches += [(index, index.match(context)) for index in state.store.indexes(params.lookup_scope)]
-            rows.append(draft(matches, sequence.rates, token, plan))
+            rows.append(draft(sequence, matches, token, plan))
         count, expected = max(len(acceptance_probs) for _, _, acceptance_probs in rows), None
         if count and plan.step_seconds is not None and not plan.tree_budget:
             count = best_count(
@@ -173,26 +200,36 @@ Matches = Sequence[tuple[SuffixIndex, Match]]
 Draft = tuple[list[int], list[int], list[float]]  # tokens and parents, from the anchor on; acceptance probabilities
 
 
-def _draft_chain(matches: Matches, rates: MatchRates, anchor: int, plan: Plan) -> Draft:
-    """Return the continuation of the longest match, that of the first index if several are as long.
+def _longest(matches: Matches) -> tuple[SuffixIndex, Match]:
+    """Return the longest match with its index, that of the first index if several are as long."""
+    return max(matches, key=lambda item: item[1].length)
+
+
+def _until_separator(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
+
+
+def _draft_chain(sequence: IndexedSequence, matches: Matches, anchor: int, plan: Plan) -> Draft:
+    """Return the continuation of the copied passage, or else of the longest match.
 
     One that reaches the end of the sequence starts over, as if the sequence repeated this passage.
     """
-    index, match = max(matches, key=lambda item: item[1].length)
-    following, acceptance_probs = list[int](), list[float]()
-    if match.length:
-        end, most = index.end(match), plan.block_size - 1
+    most = plan.block_size - 1
+    following, acceptance_probs = sequence.draft_copy(anchor, matches, most)
+    index, match = _longest(matches)
+    if not following and match.length:
+        end = index.end(match)
         following = index.tokens[end : end + most]
         if SEPARATOR in following:
-            following = following[: following.index(SEPARATOR)]
+            following = _until_separator(following)
         elif len(following) < most and index is matches[0][0]:
             following = list(islice(cycle([*following, anchor]), most))
-        acceptance_probs = rates.path_probs(match.length, len(following), MIN_PROB)
+        acceptance_probs = sequence.rates.path_probs(match.length, len(following), MIN_PROB)
     count = len(acceptance_probs)
     return [anchor, *following[:count]], list(range(-1, count)), acceptance_probs
 
 
-def _draft_tree(matches: Matches, rates: MatchRates, anchor: int, plan: Plan) -> Draft:
+def _draft_tree(sequence: IndexedSequence, matches: Matches, anchor: int, plan: Plan) -> Draft:
     """Return the tree of the continuations that are most likely to be accepted, best first.
 
     An accepted token makes the match one token longer, so the probability of a child is the rate of matches of that
@@ -204,7 +241,7 @@ def _draft_tree(matches: Matches, rates: MatchRates, anchor: int, plan: Plan) ->
 
     def add_candidate(node: int) -> None:
         length, token = next(followers[node], (0, 0))
-        acceptance_prob = remaining[node] * rates[length] if length else 0.0
+        acceptance_prob = remaining[node] * sequence.rates[length] if length else 0.0
         if acceptance_prob >= MIN_PROB:
             remaining[node] -= acceptance_prob
             heappush(heap, (-acceptance_prob, node, token))

@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import TypeAlias
 from weakref import WeakSet
 
+from blockdraft.decode.prediction import Prediction
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
 from blockdraft.engine.adaptive.costs import load_for, update
 from blockdraft.engine.adaptive.policy import controller
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.infill import ExtraFile, infill_params, infill_prompt
 from blockdraft.engine.kv_slots import Memory
-from blockdraft.engine.prediction import Prediction
 from blockdraft.engine.prefix_store import PrefixStore
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner

@@ -25,6 +25,12 @@ if TYPE_CHECKING:  # an optional package, loaded by the first request that has a
 # adding whitespace. "lenient" turns unsupported keywords into warnings, which `compile_schema` checks.
 JSON_STYLE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}", "lenient": True}
 ERROR_LENGTH = 300
+SEPARATOR = re.compile(r'[\s{}\[\]",:]+')  # text of tokens between names and values
+MAX_SEPARATORS = 2  # that are remembered of each context
+FORCED_PROB = 0.95  # assumed acceptance of forced tokens, since the target may divide the text into other tokens
+SEPARATOR_PROB = 0.8  # initial acceptance of a separator that came before
+NEWEST = 0.1  # weight of the newest one in that
+FORCED = -1  # context behind forced tokens that are no separators; no token of a vocabulary
 
 _tokenizers: WeakKeyDictionary[Target, LLTokenizer] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -33,6 +39,10 @@ _lock = threading.Lock()
 class AnswerGrammar:
     """State of a grammar after the tokens of an answer so far.
 
+    It also drafts. Where the grammar forces tokens, these are drafted. Between them the model chooses the separators,
+    such as a colon with or without a space, and mostly keeps to its choice. So the ones that came last in the same
+    context are drafted. The context is the token before, if that is a separator, or else whether it was forced.
+
     Raises:
         UsageError: The grammar is wrong or allows no answer, or the target's tokenizer does not suit it.
     """
@@ -40,7 +50,7 @@ class AnswerGrammar:
     def __init__(self, grammar: Grammar, target: Target) -> None:
         library = _llguidance()
         tokenizer = _tokenizer(target)
-        self._vocab_size = target.vocab_size
+        self._vocab_size, self._decode = target.vocab_size, tokenizer.decode_str
         self._ends = torch.zeros(target.vocab_size, dtype=torch.bool)
         self._ends[[token for token in tokenizer.eos_tokens if token < target.vocab_size]] = True
         try:
@@ -49,18 +59,70 @@ class AnswerGrammar:
             raise UsageError(f"The grammar of kind {grammar.kind} is refused: {error}.") from error
         limits = library.LLParserLimits(verbose_errors=False)
         self._matcher: LLMatcher = library.LLMatcher(tokenizer, compiled, log_level=0, limits=limits)
+        self._context: int | None = None
+        self._separators: dict[int | None, list[int]] = {}  # by context, the latest first
+        self._separator_prob = SEPARATOR_PROB
         if (why := self.dead_end()) is not None:
             raise UsageError(f"The grammar of kind {grammar.kind} is refused: {why}.")
 
     def advance(self, token: int) -> bool:
         """Add a token to the answer, and return whether the grammar allows it."""
+        drafted, is_forced = self._separator(self._matcher, self._context), self.forced_tokens()[:1] == [token]
+        if drafted is not None:
+            self._separator_prob += NEWEST * ((drafted == token) - self._separator_prob)
+        if self._is_separator(token):
+            known = self._separators.get(self._context, [])
+            self._separators[self._context] = [token, *(other for other in known if other != token)][:MAX_SEPARATORS]
+        self._context = token if self._is_separator(token) else FORCED if is_forced else None
         return self._matcher.consume_token(token)
+
+    def draft(self, most: int) -> tuple[list[int], list[float]]:
+        """Return at most `most` tokens that should follow the answer.
+
+        Returns:
+            The tokens, and the probability of each that it is accepted with all before it.
+        """
+        matcher, context = self._matcher.deep_copy(), self._context
+        tokens, probs, prob = list[int](), list[float](), 1.0
+        while len(tokens) < most:
+            following = self._forced(matcher)
+            if following:
+                context, factor = following[-1] if self._is_separator(following[-1]) else FORCED, FORCED_PROB
+            else:
+                context, factor = self._separator(matcher, context), self._separator_prob
+                if context is None:
+                    break
+                following = [context]
+            prob *= factor
+            tokens += following
+            probs += [prob] * len(following)
+            if not all(map(matcher.consume_token, following)):
+                break
+        return tokens[:most], probs[:most]
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that the answer must go on with, in the tokenizer's own division of the text."""
-        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return self._forced(self._matcher)
+
+    def _forced(self, matcher: LLMatcher) -> list[int]:
         # A tokenizer may know tokens that the target lacks.
-        return list(takewhile(lambda token: token < self._vocab_size, tokens))
+        return list(takewhile(lambda token: token < self._vocab_size, matcher.compute_ff_tokens()))
+
+    def _is_separator(self, token: int) -> bool:
+        return SEPARATOR.fullmatch(self._decode([token])) is not None
+
+    def _separator(self, matcher: LLMatcher, context: int | None) -> int | None:
+        """Return the separator that came last in a context, of those that the grammar allows; None if there is none."""
+        known = self._separators.get(context, ()) if context is not None else ()
+        return next((token for token in known if matcher.validate_tokens([token]) == 1), None)
+
+    def allows(self, tokens: Sequence[int], token: int) -> bool:
+        """Return whether `token` may follow the answer and `tokens`, in a fraction of the time of `after`."""
+        if self._ends[[*tokens, token]].any():
+            allowed = self.after(tokens)
+            return allowed is not None and bool(allowed[token])
+        matcher = self._matcher.deep_copy()
+        return matcher.validate_tokens([*tokens, token]) == len(tokens) + 1
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the tokens that may follow the answer and `tokens`, `[V]` bool on the CPU.

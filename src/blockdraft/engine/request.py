@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from blockdraft.decode.prediction import Prediction
 from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.grammar import AnswerGrammar
-from blockdraft.engine.prediction import Prediction
 from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, UsageError, describe
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHORT_PROMPT, SHORT_OUTPUT = 256, 128  # most tokens that a short request reads, and may write
-FORCED_PROB = 0.95  # assumed acceptance of forced tokens, since the target may divide the text into other tokens
 
 
 @dataclass(eq=False, kw_only=True)
@@ -107,7 +106,7 @@ class Request:
         return self.prediction is not None or self.grammar is not None
 
     def own_draft(self, most: int) -> tuple[list[int], list[float]]:
-        """Return the tokens that its grammar forces, or those of its prediction if these begin with them.
+        """Return the tokens of its prediction if these begin with what its grammar forces, else those of its grammar.
 
         Returns:
             At most `most` tokens, and the probability of each that it is accepted with all before it.
@@ -118,13 +117,14 @@ class Request:
         self._drafts_prediction = False
         if most <= 0:
             return [], []
-        forced = [] if self.grammar is None else self.grammar.forced_tokens()[:most]
         if self.prediction is not None:
-            predicted, acceptance_probs = self.prediction.draft(self.token_ids, most)
+            self.prediction.follow(self.token_ids[self.prediction.length :])
+            predicted, acceptance_probs = self.prediction.draft(most)
+            forced = [] if self.grammar is None else self.grammar.forced_tokens()[:most]
             if predicted[: len(forced)] == forced:
                 self._drafts_prediction = True
                 return predicted, acceptance_probs
-        return forced, [FORCED_PROB] * len(forced)
+        return ([], []) if self.grammar is None else self.grammar.draft(most)
 
     def count_own_draft(self, num_drafted: int, path: Sequence[int]) -> None:
         """Count the draft tokens of its prediction on an accepted path.
