@@ -428,11 +428,15 @@ INLINE void nested_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *
 INLINE void flat_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *totals, const int BITS, const int R) {
     const i64 group = l->group, groups = l->inputs / group, bytes = group * LANES * BITS / 8;
     const uint8_t *w = (const uint8_t *)l->weight + block * groups * bytes;
+    const int has_base = BASE(l) != 0; /* else all starts are 0, and loading them takes longer than setting them */
     for (i64 g = 0; g < groups; g++) {
         const i64 at = (block * groups + g) * LANES;
         ints sums[TILE_ROWS];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r] = in.starts[g * R + r] - (ints){};
+        for (int r = 0; r < R; r++) sums[r] = (ints){};
+        if (has_base)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sums[r] = in.starts[g * R + r] - (ints){};
         group_sums(w + g * bytes, ahead, in.codes + g * group * R, group, sums, BITS, SHIFTED, R);
         const vec scale = load_factors(l->scale, at, l->scale_kind);
 #pragma GCC unroll 8
