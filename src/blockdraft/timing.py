@@ -49,7 +49,7 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self._listener = _listener
         self._wait = None if _listener is None else _listener.wait
         self._began = self._last = time.perf_counter()
@@ -69,7 +69,7 @@ class StepTimer:
         if self._wait is not None:
             self._wait()
         now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self.seconds[part] += now - self._last
         self._last = now
 
     @property
@@ -78,7 +78,7 @@ class StepTimer:
         return self._last - self._began
 
     def of(self, parts: Iterable[str]) -> float:
-        return sum([self.seconds.get(part, 0.0) for part in parts])
+        return sum([self.seconds[part] for part in parts])
 
 
 class _Listener:

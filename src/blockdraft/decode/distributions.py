@@ -68,6 +68,7 @@ class Distributions:
         self._rules = {row: each for row, each in enumerate(rules or ()) if each is not None}
         self._allowed: dict[tuple[int, int], Tensor | None] = {}
         self._adjusted = [_adjusts(p) or row in self._rules for row, p in enumerate(params)]
+        self._greedy = [p.temperature == 0 for p in params]
         self.draws_ahead = logits_BNV.device.type == "cuda" and not self._rules  # rules take time at each node
         self._ahead: dict[tuple[int, int], int] = {}
         if best_BN is None:
@@ -75,8 +76,7 @@ class Distributions:
         else:
             self._best, self.tokens = best_BN.tolist(), tokens_BN.tolist()
         self.invalid_rows = [row for row, best in enumerate(self._best) if -1 in best]
-        is_plain = not any(self._adjusted) and not any(p.temperature for p in params)
-        self.argmax = self._best if is_plain else None
+        self.argmax = self._best if all(self._greedy) and not any(self._adjusted) else None
 
     def exists(self, row: int, node: int) -> bool:
         """Return whether there is a distribution after a node.
@@ -117,9 +117,8 @@ class Distributions:
 
     def _draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         tokens = [self._best[row][node] for row, node in zip(rows, nodes, strict=True)]
-        greedy = [self._params[row].temperature == 0 for row in rows]
-        adjusted = [m for m, row in enumerate(rows) if greedy[m] and self._adjusted[row]]
-        sampled = [m for m in range(len(rows)) if not greedy[m]]
+        adjusted = [m for m, row in enumerate(rows) if self._greedy[row] and self._adjusted[row]]
+        sampled = [m for m, row in enumerate(rows) if not self._greedy[row]]
         if adjusted:
             scores = self._scores([rows[m] for m in adjusted], [nodes[m] for m in adjusted])
             for m, token in zip(adjusted, scores.argmax(dim=-1).tolist(), strict=True):

@@ -6,8 +6,8 @@ A chain is a tree of width one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, lru_cache
+from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,7 +116,7 @@ class SparseDistribution:
     probs: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which would double the time of making one
 class Proposal:
     """Draft tokens of one step.
 
@@ -134,6 +134,8 @@ class Proposal:
         acceptance_probs: For each sequence and draft token the probability that it is accepted together with all before
             it on its path, in the order of the nodes, without padding; None if unknown.
         part: Index of the member that drafted, for a `HybridPlan`.
+        parent_lists: `parents` as lists.
+        depth_lists: For each sequence the distance of each node from the anchor; 0 for padding.
     """
 
     tokens: Tensor
@@ -142,21 +144,15 @@ class Proposal:
     expected: tuple[float, ...] | None = None
     acceptance_probs: tuple[tuple[float, ...], ...] | None = None
     part: int = 0
-
-    @cached_property
-    def parent_lists(self) -> list[list[int]]:
-        """`parents` as lists."""
-        return self.parents.tolist()
-
-    @cached_property
-    def depth_lists(self) -> list[list[int]]:
-        """For each sequence the distance of each node from the anchor; 0 for padding."""
-        return _depth_lists(self.parent_lists)
+    parent_lists: list[list[int]] = field(init=False)
+    depth_lists: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.parents.shape and self.tokens.ndim == 2
         assert self.tokens.dtype == self.parents.dtype == torch.int64
         assert self.parents.device.type == "cpu"
+        self.parent_lists = self.parents.tolist()
+        self.depth_lists = _depth_lists(self.parent_lists)
 
 
 def chain(tokens_BN: Tensor) -> Proposal:
@@ -167,7 +163,7 @@ def chain(tokens_BN: Tensor) -> Proposal:
 @lru_cache(maxsize=256)
 def chain_parents(batch: int, count: int) -> Tensor:
     """Return the parents `[B, N]` of chains. The tensor is shared: do not write to it."""
-    return torch.arange(-1, count - 1).expand(batch, count)
+    return torch.arange(-1, count - 1).repeat(batch, 1)
 
 
 def is_chain(parents_BN: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +12,7 @@ from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import Proposal
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Outcome of a verification.
 
     Attributes:

@@ -293,7 +293,7 @@ class RunningSequence:
 
     @property
     def in_prefill(self) -> bool:
-        return self.num_unread > 0
+        return self.request.num_prefilled < len(self.request.prompt)
 
 
 @dataclass(frozen=True)

@@ -233,9 +233,8 @@ class Runner:
                 timer.mark(OBSERVE)
                 catch_up_seconds = timer.total - before
 
-            own: list[list[int]] = [[] for _ in requests]
-            if own_drafts and any(request.has_own_drafts for request in requests):
-                own = self._own_drafts(sequences, plan)
+            has_own_drafts = own_drafts and any(request.has_own_drafts for request in requests)
+            own = self._own_drafts(sequences, plan) if has_own_drafts else [[]] * len(requests)
             proposal = self._propose(requests, starts, anchor, plan, own)
             timer.mark(DRAFT_CHOICE)
             output = self.target.forward(
@@ -244,9 +243,9 @@ class Runner:
             timer.mark(FORWARD)
             distributions, verdict = self._verify(requests, proposal, output)
             tokens, paths = distributions.tokens, verdict.path
-            max_depth = [max(depths) for depths in proposal.depth_lists]
+            max_depth = [*map(max, proposal.depth_lists)]
             invalid = [i for i, path in enumerate(paths) if not path]
-            new = [[*(tokens[i][node] for node in path[1:]), verdict.bonus[i]] for i, path in enumerate(paths)]
+            new = [[*map(tokens[i].__getitem__, path[1:]), verdict.bonus[i]] for i, path in enumerate(paths)]
             # Before the commit: memory may run out here, and an uncommitted step can be repeated.
             logprobs = [
                 answer_logprobs(request, output.logits, i, paths[i], new[i]) for i, request in enumerate(requests)
@@ -255,7 +254,7 @@ class Runner:
             cache.commit(paths)
             timer.mark(COMMIT)
             for i, request in enumerate(requests):
-                if i not in invalid:
+                if paths[i]:
                     count = request.extend(new[i], [True] * (len(new[i]) - 1) + [False], logprobs[i])
                     request.stats.committed.append(count)
                     request.stats.drafted.append(max_depth[i])
@@ -271,12 +270,14 @@ class Runner:
             for i in distributions.invalid_rows:  # also of nodes that no path reached: the slots must not keep NaN
                 self._zero_slots(starts[i])
             timer.mark(OBSERVE)
+        total, draft_seconds, verify_seconds = timer.total, timer.of(DRAFTING), timer.seconds[FORWARD]
         for i, request in enumerate(requests):
-            request.stats.draft_seconds += timer.of(DRAFTING)
-            request.stats.verify_seconds += timer.seconds[FORWARD]
-            request.stats.total_seconds += timer.total
-            if request.trace and i not in invalid:
-                request.step = _trace(proposal, tokens, verdict, i, timer.total)
+            stats = request.stats
+            stats.draft_seconds += draft_seconds
+            stats.verify_seconds += verify_seconds
+            stats.total_seconds += total
+            if request.trace and paths[i]:
+                request.step = _trace(proposal, tokens, verdict, i, total)
         return Outcome(
             requests=requests,
             plan=plan,
@@ -285,7 +286,7 @@ class Runner:
             accepted=[max(len(path) - 1, 0) for path in paths],
             expected=proposal.expected,
             drafter=proposal.part,
-            seconds=timer.total - catch_up_seconds,
+            seconds=total - catch_up_seconds,
             catch_up_seconds=catch_up_seconds,
             has_own_drafts=any(own),
             invalid=invalid,
@@ -300,15 +301,16 @@ class Runner:
         own: Sequence[list[int]],
     ) -> Proposal:
         if plan.block_size == 1 or all(len(draft_tokens) >= plan.block_size - 1 for draft_tokens in own):
-            proposal = chain(anchor[:, None])
+            proposal = chain(anchor.unsqueeze(1))
         else:
             if self._sampled and any(params.temperature > 0 for params in plan.params):
                 plan = plan.as_sampled(self._fresh_numbers(requests)[:, : plan.block_size - 1])
             proposal = self.drafter.propose(self.state.of(starts), anchor, plan)
         if any(own):
             proposal = put_first(own, proposal, plan.tree_budget)
-        limits = [request.drafting for request in requests]
-        return cut(proposal, limits) if proposal.tokens.size(1) > 1 and any(limits) else proposal
+        if proposal.tokens.size(1) == 1 or not any(limits := [request.drafting for request in requests]):
+            return proposal
+        return cut(proposal, limits)
 
     def _own_drafts(self, sequences: Sequence[RunningSequence], plan: Plan) -> list[list[int]]:
         """Return the draft tokens that requests provide themselves, as many as save time and have KV slots.

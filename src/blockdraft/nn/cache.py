@@ -217,7 +217,7 @@ class KVCache(SequenceState):
         """
         for start, nodes in zip(self.starts, path, strict=True):
             first, count = start + self._lengths[start], len(nodes)
-            if list(nodes) != list(range(count)):
+            if count and nodes[-1] >= count:  # not the first nodes
                 for store in self._stores():
                     accepted = send(first + torch.tensor(nodes), store.device)
                     store[..., first : first + count, :] = store.index_select(-2, accepted)

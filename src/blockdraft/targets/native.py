@@ -272,7 +272,6 @@ class NativeTarget(CheckpointTarget):
         node = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # raises errors now
 
-    @torch.no_grad()
     def forward(
         self,
         tokens: Tensor,
@@ -282,11 +281,12 @@ class NativeTarget(CheckpointTarget):
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         config, count = self.decoder.config, tokens.size(1)
-        size, like = config.head_dim, self.decoder.norm.given[0]
-        if self.compiled is not None:
-            size, like = self.compiled.library.slot_size(size), torch.empty(0, dtype=self.compiled.library.store_dtype)
+        if self.compiled is None:
+            size, like = config.head_dim, self.decoder.norm.given[0]
+        else:
+            size, like = self.compiled.library.slot_size(config.head_dim), self.compiled.no_slots
         memory = cache.memory(config.attention_layers, 2 * config.num_kv_heads, size, like)
-        with self.lock:
+        with self.lock, torch.no_grad():
             if self.compiled is not None:
                 return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at))
             recurrent: dict[int, DeltaRecurrence] = {}

@@ -191,7 +191,7 @@ class CompiledNetwork(CompiledLayers):
         config, end = self.config, state.check_room(done + count)
         size = self.library.slot_size(config.head_dim)
         shape = (len(self._layers), 2 * config.num_key_value_heads, size)
-        memory = state.memory(*shape, torch.empty(0, dtype=self.library.store_dtype))
+        memory = state.memory(*shape, self.no_slots)
         lengths, starts = numbers(state.lengths), numbers(state.starts)
         assert len(lengths) == batch, (state.lengths, batch)
         call = CallFields(

@@ -214,10 +214,10 @@ class OneTorchThread(threading.local):
 
     def __enter__(self) -> None:
         self.threads = torch.get_num_threads()
-        _set_torch_threads(1)
+        _omp_set_num_threads()(1)
 
     def __exit__(self, *error: object) -> None:
-        _set_torch_threads(self.threads)
+        _omp_set_num_threads()(self.threads)
         self.threads = 0
 
 
@@ -241,10 +241,6 @@ def _omp_set_num_threads() -> Callable[[int], object]:
         except (OSError, AttributeError):
             continue
     return lambda threads: None
-
-
-def _set_torch_threads(threads: int) -> None:
-    _omp_set_num_threads()(threads)
 
 
 class Product:
