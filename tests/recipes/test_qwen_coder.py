@@ -224,7 +224,12 @@ def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_commands_stop_and_resume(
-    recipe: Any, tiny_target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any,
+    tiny_target_dir: Path,
+    tiny_eagle3_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses"
 
@@ -256,20 +261,9 @@ def test_commands_stop_and_resume(
     run("documents", *options, "--responses", responses, "--out", tmp_path / "dense", "--dense")
     dense = read_data(tmp_path / "dense/data")
     assert len(dense) < counts[0] and len(read_data(tmp_path / "dense/validation")) == counts[1]
-    kinds = ["edit", "maths"]
-    where = (
-        "--kinds",
-        *kinds,
-        "--count",
-        2,
-        "--draft-tokens",
-        3,
-        "--max-new-tokens",
-        32,
-        "--out",
-        tmp_path / "tau.json",
-    )
-    run("measure", *options, "--drafter", "bundled", "lookup", *where)
+    kinds = {task["kind"] for task in recipe.prompts.read_lines(prompts)} - WRITTEN
+    sizes = ("--count", 2, "--draft-tokens", 3, "--max-new-tokens", 32, "--out", tmp_path / "tau.json")
+    run("measure", *options, "--drafter", tiny_eagle3_dir, "lookup", "--kinds", *sorted(kinds), *sizes)
     results = json.loads((tmp_path / "tau.json").read_text())
-    assert results and [result["drafter"] for result in results] == ["none", "bundled", "lookup"] * (len(results) // 3)
+    assert [result["draft_tokens"] for result in results] == [0, 3, 3] * (len(results) // 3) and results
     assert all(result["identical"] == 1 and result["tau"] >= 1 for result in results)
