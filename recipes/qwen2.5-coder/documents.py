@@ -22,6 +22,15 @@ COPIES = ("edit", "repair")  # kinds whose responses repeat their prompts, which
 FEW = 4  # `--dense` keeps one task of so many of these, and of those with long prompts
 
 
+def is_validation(task: str) -> bool:
+    """Return whether the task with this id is held out."""
+    return record_number(task) % VALIDATION == 0
+
+
+def record_number(task: str) -> int:
+    return int(task[:15], 16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
@@ -31,8 +40,7 @@ def main() -> None:
     parser.add_argument(
         "--dense",
         action="store_true",
-        help="leave out most tasks whose prompts cost more than they "
-        "teach: copies, and responses shorter than their prompts",
+        help="leave out most copies, and most responses that are shorter than their prompts, to train in less time",
     )
     args = parser.parse_args()
 
@@ -47,8 +55,8 @@ def main() -> None:
         writer = DataWriter(args.out / name, identity)
         writer.begin()
         for line in lines:
-            record = int(line["id"][:15], 16)
-            if (record % VALIDATION == 0) != validation or record in writer.done:
+            record = record_number(line["id"])
+            if is_validation(line["id"]) != validation or record in writer.done:
                 continue
             document = chats.document(tasks[line["id"]], line)
             short = 2 * int(document.supervised.sum()) < len(document.tokens)

@@ -20,8 +20,9 @@ from blockdraft.data.loops import loop_begin
 from blockdraft.targets import Target
 
 RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
-MODULES = ("tools", "wording", "prompts", "chats", "shards", "responses", "documents")
+MODULES = ("tools", "wording", "prompts", "chats", "shards", "responses", "documents", "measure")
 TOKENS = 60
+WRITTEN = {"question", "program", "chat", "tools"}  # kinds whose prompts the target writes
 FUNCTION = """def {0}_values(items):
     running_sum = 0
     for item in items:
@@ -223,7 +224,12 @@ def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_commands_stop_and_resume(
-    recipe: Any, tiny_target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any,
+    tiny_target_dir: Path,
+    tiny_eagle3_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses"
 
@@ -247,7 +253,17 @@ def test_commands_stop_and_resume(
     lines = list(recipe.shards.read_shards(responses))
     assert {line["id"] for line in lines} == tasks and len(lines) == len(tasks)
     monkeypatch.setattr(recipe.documents, "VALIDATION", 3)
+    options = ("--target", tiny_target_dir, "--prompts", prompts)
     for _ in range(2):  # the second time nothing is added
-        run("documents", "--target", tiny_target_dir, "--prompts", prompts, "--responses", responses, "--out", tmp_path)
+        run("documents", *options, "--responses", responses, "--out", tmp_path)
         counts = [len(read_data(tmp_path / name)) for name in ("data", "validation")]
         assert sum(counts) == sum("turns" in line for line in lines) and all(counts)
+    run("documents", *options, "--responses", responses, "--out", tmp_path / "dense", "--dense")
+    dense = read_data(tmp_path / "dense/data")
+    assert len(dense) < counts[0] and len(read_data(tmp_path / "dense/validation")) == counts[1]
+    kinds = {task["kind"] for task in recipe.prompts.read_lines(prompts)} - WRITTEN
+    sizes = ("--count", 2, "--draft-tokens", 3, "--max-new-tokens", 32, "--out", tmp_path / "tau.json")
+    run("measure", *options, "--drafter", tiny_eagle3_dir, "lookup", "--kinds", *sorted(kinds), *sizes)
+    results = json.loads((tmp_path / "tau.json").read_text())
+    assert [result["draft_tokens"] for result in results] == [0, 3, 3] * (len(results) // 3) and results
+    assert all(result["identical"] == 1 and result["tau"] >= 1 for result in results)

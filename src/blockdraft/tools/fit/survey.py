@@ -222,10 +222,11 @@ def _responses(
     start = time.monotonic()
     ids = [encode(prompt, target) for prompt in prompts]
     ids = [prompt for prompt in ids if len(prompt) + TRIED_TOKENS < target.max_context]
-    _respond(target, ids, 1, 1, 4)  # compiles and allocates
+    usual = min(ANSWER_TOKENS, max_new_tokens)
+    _respond(target, ids, 1, 1, 4, usual)  # compiles and allocates
     rates, tried = dict[int, float](), dict[int, list[tuple[list[int], list[int], bool]]]()
     for size in BATCHES:
-        tried[size], rates[size] = _respond(target, ids, size, size, TRIED_TOKENS)
+        tried[size], rates[size] = _respond(target, ids, size, size, TRIED_TOKENS, usual)
         # Stop where larger batches are no longer faster, or where there is no time to try.
         is_slower = rates[size] < 1.05 * max([0.0, *(rate for other, rate in rates.items() if other != size)])
         if is_slower or time.monotonic() - start > seconds / 3:
@@ -236,14 +237,14 @@ def _responses(
     if load_quantized is not None and time.monotonic() - start < seconds / 2:
         with contextlib.suppress(UsageError):  # it cannot be quantized
             other = load_quantized()
-            faster, faster_rate = _respond(other, ids, batch_size, batch_size, TRIED_TOKENS)
+            faster, faster_rate = _respond(other, ids, batch_size, batch_size, TRIED_TOKENS, usual)
             if faster_rate > FASTER * rate:
                 target, written, rate, quantize = other, faster, faster_rate, WRITER_QUANTIZE
     left = max(seconds - (time.monotonic() - start), 0.0)
     count = max(min(SAMPLED, len(ids)), batch_size)
     tokens = min(int(left * rate / count), ANSWER_TOKENS, max_new_tokens)
     if tokens > TRIED_TOKENS:
-        written, rate = _respond(target, ids, batch_size, count, tokens)
+        written, rate = _respond(target, ids, batch_size, count, tokens, usual)
     useful, looped = zip(*(before_loop(response) for _, response, _ in written), strict=True)
     # A repetitive response ends where the repetition is noticed. One that was cut here may be as long as allowed.
     full = [max_new_tokens if cut else len(response) for _, response, cut in written]
@@ -261,19 +262,23 @@ def _responses(
 
 
 def _respond(
-    target: Target, ids: Sequence[list[int]], batch_size: int, count: int, tokens: int
+    target: Target, ids: Sequence[list[int]], batch_size: int, count: int, tokens: int, usual: int
 ) -> tuple[list[tuple[list[int], list[int], bool]], float]:
     """Write `count` responses.
 
     Returns:
-        Prompts, responses, and whether these were cut at `tokens` tokens; and tokens/s.
+        Prompts, responses, and whether these were cut at `tokens` tokens; and tokens/s of responses that are cut at
+        `usual` tokens instead, of which prefill takes a smaller share.
     """
     prompts = [ids[i % len(ids)] for i in range(count)]
     params = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(prompt))) for prompt in prompts]
     with Engine(target, load_drafter("none", target=target), max_batch_size=batch_size) as engine:
         start = time.perf_counter()
         completions = [completion.checked() for completion in engine.generate(prompts, params)]
-        rate = sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+    prefill, more = sum(completion.stats.read_seconds for completion in completions), max(usual / tokens, 1.0)
+    made = sum(len(completion.token_ids) for completion in completions)
+    rate = more * made / (prefill + more * max(seconds - prefill, 0.0))
     written = [(completion.token_ids, completion.finish_reason == "length") for completion in completions]
     return [(prompt, response, cut) for prompt, (response, cut) in zip(prompts, written, strict=True)], rate
 
