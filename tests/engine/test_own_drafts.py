@@ -115,6 +115,20 @@ def test_a_name_that_was_replaced_once_is_replaced_further_on() -> None:
     assert len(follow(Prediction(text), mixed)) < len(mixed) / 17 + 14  # replaced at first, then not any more
 
 
+def test_replacements_do_not_make_a_prediction_much_longer() -> None:
+    marker = 0
+    text = [1000 + place if place % 40 else marker for place in range(2000)]
+    prediction = Prediction(text)
+    for edit in range(30):
+        rest = prediction._tokens[prediction._next :]
+        if marker not in rest:
+            break
+        place = rest.index(marker)
+        marker = 10_000 + 10 * edit
+        prediction.follow([*rest[:place], *range(marker, marker + 8), *rest[place + 1 : place + 4]])
+    assert 2000 < len(prediction._tokens) <= 4000
+
+
 def test_a_prediction_that_repeats_itself_is_found_again_nearby() -> None:
     line = [10, 11, 12, 13]
     text = [token for number in range(40) for token in (*line, 100 + number)]
