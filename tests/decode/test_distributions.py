@@ -235,6 +235,24 @@ def test_where_rules_leave_nothing_there_is_no_distribution() -> None:
     assert all(found.exists(1, node) for node in range(6)) and found.invalid_rows == []
 
 
+class NoMask(Mask):
+    """Cannot be computed as a mask, as at a limit of a grammar's library."""
+
+    def after(self, tokens: Sequence[int]) -> Tensor | None:
+        return None
+
+    def allows(self, tokens: Sequence[int], token: int) -> bool:
+        return True
+
+
+def test_only_a_plain_greedy_sequence_needs_no_mask() -> None:
+    params = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(logit_bias={3: 1.0})]
+    logits, nodes = torch.eye(10)[[4, 4, 4]].unsqueeze(1), torch.zeros(3, 1, dtype=torch.int64)
+    found = Distributions(logits, params, nodes, nodes - 1, [[9]] * 3, [[0]] * 3, rules=[NoMask()] * 3)
+    assert [found.exists(row, 0) for row in range(3)] == [True, False, False]
+    assert found.draw([0], [0], None) == [4]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_penalty_makes_the_only_allowed_token_impossible(temperature: float) -> None:
     params, node = [SamplingParams(temperature=temperature, repetition_penalty=MOST)], torch.tensor([[9]])

@@ -222,8 +222,14 @@ def test_a_complete_grammar_lets_the_end_follow_alone(target: Target) -> None:
 def test_a_token_is_allowed_where_the_mask_allows_it(target: Target) -> None:
     schema = {"type": "object", "properties": {"a b": {"type": "integer"}, "c": {"enum": ["x", "yz"]}}}
     choose = random.Random(0)
-    for kind, text in (("json_schema", json.dumps(schema)), ("json_object", ""), ("regex", "(a|b)+c[0-9]{3}( f| ba)*")):
-        state = AnswerGrammar(Grammar(kind, text), target)  # type: ignore[arg-type]
+    grammars = [
+        Grammar("json_schema", json.dumps(schema)),
+        Grammar("json_object"),
+        Grammar("regex", "(a|b)+c[0-9]{3}( f| ba)*"),
+        Grammar("lark", 'start: (few ";")+\nfew[max_tokens=1]: /[a-z]+/'),
+    ]
+    for grammar in grammars:
+        state = AnswerGrammar(grammar, target)
         for _ in range(12):
             mask = state.after([])
             assert mask is not None

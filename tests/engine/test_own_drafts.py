@@ -115,6 +115,20 @@ def test_a_name_that_was_replaced_once_is_replaced_further_on() -> None:
     assert len(follow(Prediction(text), mixed)) < len(mixed) / 17 + 14  # replaced at first, then not any more
 
 
+def test_replacements_do_not_make_a_prediction_much_longer() -> None:
+    marker = 0
+    text = [1000 + place if place % 40 else marker for place in range(2000)]
+    prediction = Prediction(text)
+    for edit in range(30):
+        rest = prediction._tokens[prediction._next :]
+        if marker not in rest:
+            break
+        place = rest.index(marker)
+        marker = 10_000 + 10 * edit
+        prediction.follow([*rest[:place], *range(marker, marker + 8), *rest[place + 1 : place + 4]])
+    assert 2000 < len(prediction._tokens) <= 4000
+
+
 def test_a_prediction_that_repeats_itself_is_found_again_nearby() -> None:
     line = [10, 11, 12, 13]
     text = [token for number in range(40) for token in (*line, 100 + number)]
@@ -249,6 +263,18 @@ def test_separators_are_drafted_as_they_came_before(target: Target, comma: str, 
     assert target.tokenizer.decode(tokens) == f'"delta"{colon}'
     assert len(acceptance_probs) == len(tokens) and acceptance_probs == sorted(acceptance_probs, reverse=True)
     assert grammar.draft(2) == (tokens[:2], acceptance_probs[:2])
+
+
+def test_behind_a_prediction_a_grammar_drafts(target: Target) -> None:
+    assert target.tokenizer is not None
+    start = target.tokenizer.encode('{"a": 1, "b": 1, ', add_special_tokens=False)
+    schema = {"type": "object", "properties": dict.fromkeys("abc", {"type": "integer"}), "required": [*"abc"]}
+    params = SamplingParams(120, grammar=Grammar("json_schema", json.dumps(schema)), prediction=start)
+    with Engine(target) as engine:
+        request = engine.request([5], params)
+        assert request.own_draft(64)[0] == start and request.grammar is not None
+        request.extend(start, [False] * len(start))
+        assert target.tokenizer.decode(request.own_draft(64)[0]) == '"c": '
 
 
 def test_tokens_that_the_target_lacks_are_not_drafted(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Distributions:
         """
         if self._best[row][node] == -1 or row not in self._rules:
             return self._best[row][node] != -1
-        return self._best_is_allowed(row, node) or self._allowed_at(row, node) is not None
+        return self._takes_best(row, node) or self._allowed_at(row, node) is not None
 
     def _best_is_allowed(self, row: int, node: int) -> bool:
         """Return whether the rules allow the argmax of the logits after a node."""
@@ -151,8 +151,9 @@ class Distributions:
         return tokens
 
     def _takes_best(self, row: int, node: int) -> bool:
-        """Return whether the argmax of the logits is the argmax of the adjusted ones, since the rules allow it."""
-        return not _adjusts(self._params[row]) and row in self._rules and self._best_is_allowed(row, node)
+        """Return whether a sequence takes the argmax of the logits as they are, since the rules allow it."""
+        is_plain = self._greedy[row] and row in self._rules and not _adjusts(self._params[row])
+        return is_plain and self._best_is_allowed(row, node)
 
     def probs(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Return p `[M, V]` float32 after each of these nodes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 from blockdraft.decode.suffix_index import MatchRates
 
@@ -15,6 +16,7 @@ CANDIDATES = 16  # positions before and behind the last one that are compared
 NEAR = 16  # tokens ahead of the last position within which a match of one token counts
 MAX_REPLACED, MAX_REPLACEMENT = 4, 8  # tokens of a replaced passage, and of what replaces it, that are repeated
 MAX_SHARE = 25  # a passage that makes up a larger part of the text than the inverse is not replaced further on
+MAX_GROWTH = 2  # times its first length that replacements may make a text long, since each may multiply the next
 
 
 class Prediction:
@@ -31,6 +33,7 @@ class Prediction:
     def __init__(self, tokens: Sequence[int], agreed: int = 4 * MAX_MATCH) -> None:
         self.agreed = agreed
         self._tokens = list(tokens)
+        self._max_length = MAX_GROWTH * len(self._tokens)
         self._output: list[int] = []
         self._ends: dict[int, list[int]] = {}  # positions behind each token, filled at the first difference
         self._rates = MatchRates(START)
@@ -113,19 +116,22 @@ class Prediction:
         if not 0 < len(old) <= MAX_REPLACED or not 0 < len(new) <= MAX_REPLACEMENT:
             return
         rest, count = replaced(self._tokens[self._next :], old, new)
-        if 0 < count <= 1 + len(self._tokens) // MAX_SHARE:
+        if 0 < count <= 1 + len(self._tokens) // MAX_SHARE and self._next + len(rest) <= self._max_length:
             self._tokens[self._next :] = rest
             self._ends = {}
 
 
-def replaced(tokens: Sequence[int], old: Sequence[int], new: Sequence[int]) -> tuple[list[int], int]:
+def replaced(tokens: list[int], old: list[int], new: list[int]) -> tuple[list[int], int]:
     """Return tokens in which a passage is replaced wherever it occurs, and how often it occurs."""
     result, position, count = list[int](), 0, 0
-    while position < len(tokens):
-        if tokens[position : position + len(old)] == old:
-            result += new
-            position, count = position + len(old), count + 1
-        else:
-            result.append(tokens[position])
-            position += 1
-    return result, count
+    with suppress(ValueError):  # none is left; `index` reads a long text much faster than a loop
+        while True:
+            begin = tokens.index(old[0], position)
+            result += tokens[position:begin]
+            position = begin + 1
+            if tokens[begin : begin + len(old)] == old:
+                result += new
+                position, count = begin + len(old), count + 1
+            else:
+                result.append(old[0])
+    return result + tokens[position:], count

@@ -122,7 +122,8 @@ class AnswerGrammar:
             allowed = self.after(tokens)
             return allowed is not None and bool(allowed[token])
         matcher = self._matcher.deep_copy()
-        return matcher.validate_tokens([*tokens, token]) == len(tokens) + 1
+        # Each is consumed, since tokens validated together may exceed a `max_tokens` of the grammar.
+        return all(map(matcher.consume_token, tokens)) and matcher.validate_tokens([token]) == 1
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the tokens that may follow the answer and `tokens`, `[V]` bool on the CPU.

@@ -121,7 +121,7 @@ class Request:
             self.prediction.follow(self.token_ids[self.prediction.length :])
             predicted, acceptance_probs = self.prediction.draft(most)
             forced = [] if self.grammar is None else self.grammar.forced_tokens()[:most]
-            if predicted[: len(forced)] == forced:
+            if predicted and predicted[: len(forced)] == forced:
                 self._drafts_prediction = True
                 return predicted, acceptance_probs
         return ([], []) if self.grammar is None else self.grammar.draft(most)
