@@ -57,10 +57,16 @@ class RowAttention(ExactAttention):
         memory.index_copy_(1, self.slots, nodes[0].transpose(0, 1))
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return `[1, R, heads * D]` for queries `[1, R, heads, D]` and keys and values `[kv_heads, R * T, D]`."""
-        assert softcap is None
+        assert softcap is None and sinks is None
         rows, (kv_heads, _, size) = queries.size(1), keys.shape
         grouped = queries[0].reshape(rows, kv_heads, -1, size).contiguous()  # which the kernel takes for granted
         attend = kernel if keys.is_cuda else reference

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from blockdraft.tools.doctor.settings import DoctorSettings
 from safetensors.torch import load_file
 from training_fixtures import interrupted_at
 
@@ -132,6 +131,6 @@ def test_it_is_inspected_and_examined(tmp_path: Path, tiny_target_dir: Path) -> 
     assert (report.layout, report.about["architecture"], report.conventions["draft_tokens"]) == ("toy", "ToyModel", 4)
     assert all(check.holds is not False for check in report.fits) and report.fits
     assert report.starts["vLLM"].reason == "it runs no toys"
-    actual = examine(target, tmp_path / "drafter", ["a b c", "d e f"], DoctorSettings(max_new_tokens=12))
+    actual = examine(target, tmp_path / "drafter", ["a b c", "d e f"], max_new_tokens=12)
     assert actual.alike == 1.0 and actual.steps > 0  # decoding accepts what the drafter proposes on the finished text
     assert {one.fault for one in actual.tried} == {"", "target_layers"}

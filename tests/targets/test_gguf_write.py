@@ -27,6 +27,8 @@ UNWRITABLE = (
     "phi3-long",
     "gemma4_text",
     "gemma4_text-keys",
+    "gpt_oss",
+    "gpt_oss-yarn",
     "lfm2",
     "lfm2_moe",
     "qwen2_moe",

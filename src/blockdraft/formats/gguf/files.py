@@ -73,11 +73,9 @@ class GGUFTensor:
         """Yield the bytes of each row in the file, `[..., out, bytes]` uint8, and release their memory afterwards."""
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
         shape = (*self.shape[:-1], self.shape[-1] // values * size)
-        count = math.prod(shape)
-        yield np.frombuffer(self.file, np.uint8, count, self.place).reshape(shape)
-        if hasattr(self.file, "madvise") and count:
-            begin = self.place // mmap.PAGESIZE * mmap.PAGESIZE
-            self.file.madvise(mmap.MADV_DONTNEED, begin, self.place + count - begin)
+        yield np.frombuffer(self.file, np.uint8, math.prod(shape), self.place).reshape(shape)
+        if hasattr(self.file, "madvise"):  # releases the pages that were read, and others that came with them
+            self.file.madvise(mmap.MADV_DONTNEED)
 
     def read(self, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
         """Read the tensor, whose type must be one of `READERS` or `INDICES`.
