@@ -319,6 +319,12 @@ def test_metadata_that_lie(metadata: dict[str, Any], said: str, tmp_path: Path) 
             load(tmp_path / "a.gguf")
 
 
+def test_a_context_that_is_a_list(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", model_of("llama"), metadata={"context_length": [64, 64]})
+    with pytest.raises(UsageError, match="metadata that make no model .TypeError"):
+        load_target(tmp_path / "a.gguf", device="cpu")
+
+
 @pytest.mark.parametrize("kind", [0, 99])  # F32, of no bytes; and a type whose size is unknown
 def test_experts_without_end(kind: int, tmp_path: Path) -> None:
     """A file may claim more experts than there is memory for their names."""

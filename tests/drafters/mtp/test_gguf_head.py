@@ -133,8 +133,9 @@ def test_draft_tokens_are_those_of_the_folder(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantized_heads_change_no_output(family: str, tmp_path: Path) -> None:
-    path = write_file(tmp_path / "model.gguf", family, "Q8_0")
+@pytest.mark.parametrize("kinds", ["Q8_0", {f"blk.{LAYERS}.": "Q8_0"}])  # of all matrices, or the head's alone
+def test_quantized_heads_change_no_output(kinds: Any, family: str, tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.gguf", family, kinds)
     target = load_target(path, device="cpu")
     assert "compiled products" in target.running
     drafter = load_drafter("mtp", target=target)

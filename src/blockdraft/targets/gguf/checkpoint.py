@@ -58,7 +58,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         weights = decoder_weights(file, wanted)
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
-    longest = int(file.metadata[f"{file.metadata['general.architecture']}.context_length"])
+        longest = int(file.metadata[f"{file.metadata['general.architecture']}.context_length"])
     if config.max_position_embeddings < longest:
         log.warning(
             "The context of %s ends at %d tokens instead of %d: beyond, its rotary embeddings change with the length.",

@@ -19,6 +19,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.checkpoint import file_packing, understanding
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import dense, fitted, layer_weights
+from blockdraft.targets.native_files import packing
 
 NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
 FUSION = "eh_proj"
@@ -81,9 +82,14 @@ def read_gguf_head(target: Target) -> GGUFHead:
                 raise NotCovered(f"its MTP head lacks {stored} of the shape {list(shape)}")
             parts[name] = file.tensors[stored]
 
+    # Kernels for a decoder of unquantized weights may be built without those for quantized ones.
+    takes_integers = kernels is None or kernels.has_integers
+
     def to_target(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         if target.device.type != "cpu":
             return dense(weight).to(target.device, target.dtype)
+        if isinstance(weight, QuantizedWeight) and not takes_integers:
+            weight = dense(weight)
         if isinstance(weight, QuantizedWeight) or (kernels is not None and weight.ndim == 2):
             return weight
         return weight.to(target.dtype)
@@ -92,7 +98,9 @@ def read_gguf_head(target: Target) -> GGUFHead:
         return to_target(weights.read(name))
 
     with loading(path, target.device), torch.no_grad():
-        make = None if kernels is None else file_packing(weights, read, kernels)
+        make = None
+        if kernels is not None:
+            make = file_packing(weights, read, kernels) if takes_integers else packing(read, kernels)
         layer = DecoderLayer(config, number, read, make)
         fusion = to_target(parts[FUSION].read())
         fc = PackedLinear(fusion if kernels is None else pack_weights([fusion], kernels))
