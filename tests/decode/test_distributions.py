@@ -235,6 +235,19 @@ def test_where_rules_leave_nothing_there_is_no_distribution() -> None:
     assert all(found.exists(1, node) for node in range(6)) and found.invalid_rows == []
 
 
+class NotTwice(Mask):
+    def after(self, tokens: Sequence[int]) -> Tensor | None:
+        return torch.arange(10) != tokens[-1]
+
+
+def test_rules_see_the_path_in_order() -> None:
+    logits = torch.zeros(1, 3, 10)
+    logits[0, 2, [4, 3]] = torch.tensor([2.0, 1.0])
+    chain, parents = torch.tensor([[0, 3, 4]]), torch.tensor([[-1, 0, 1]])
+    found = Distributions(logits, [SamplingParams()], chain, parents, [[9]], [[0]], rules=[NotTwice()])
+    assert found.draw([0], [2], None) == [3]
+
+
 class NoMask(Mask):
     """Cannot be computed as a mask, as at a limit of a grammar's library."""
 
