@@ -62,11 +62,11 @@ NOT_RUN = {
     "blockdraft chat --target Qwen3-8B-Q4_K_M.gguf --drafter z-lab/Qwen3-8B-DFlash-b16": "needs a file and the hub; "
     "tests/drafters/test_draft_lm.py has such a drafter",
     "blockdraft chat --target Qwen3.5-9B-Q4_K_M.gguf --drafter mtp": "needs a file; "
-    "tests/targets/test_gguf_head.py has such",
+    "tests/drafters/mtp/test_gguf_head.py has such",
     "blockdraft hidden-states --data build/dense/data --target $TARGET --target-layers 7,16,26,28 --out "
     "build/hidden-states": PULLED,
-    "blockdraft train eagle3 $RECIPE/drafter.toml --target $TARGET --data build/dense/data --hidden-states "
-    "build/hidden-states --out build/drafter": PULLED,
+    "blockdraft train eagle3 $RECIPE/drafter.toml --target $TARGET --data build/dense/data      "
+    "--hidden-states build/hidden-states --out build/drafter": PULLED,
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
     "blockdraft serve --target smollm2": SERVE,
     'blockdraft generate --target smollm2 "Write a Python function that adds two numbers." --compare': PULLED,
