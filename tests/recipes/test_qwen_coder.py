@@ -20,7 +20,7 @@ from blockdraft.data.loops import loop_begin
 from blockdraft.targets import Target
 
 RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
-MODULES = ("tools", "wording", "prompts", "chats", "shards", "responses", "documents", "measure")
+MODULES = ("tools", "wording", "prompts", "chats", "shards", "responses", "documents", "measure_tau")
 TOKENS = 60
 WRITTEN = {"question", "program", "chat", "tools"}  # kinds whose prompts the target writes
 FUNCTION = """def {0}_values(items):
@@ -263,7 +263,7 @@ def test_commands_stop_and_resume(
     assert len(dense) < counts[0] and len(read_data(tmp_path / "dense/validation")) == counts[1]
     kinds = {task["kind"] for task in recipe.prompts.read_lines(prompts)} - WRITTEN
     sizes = ("--count", 2, "--draft-tokens", 3, "--max-new-tokens", 32, "--out", tmp_path / "tau.json")
-    run("measure", *options, "--drafter", tiny_eagle3_dir, "lookup", "--kinds", *sorted(kinds), *sizes)
+    run("measure_tau", *options, "--drafter", tiny_eagle3_dir, "lookup", "--kinds", *sorted(kinds), *sizes)
     results = json.loads((tmp_path / "tau.json").read_text())
     assert [result["draft_tokens"] for result in results] == [0, 3, 3] * (len(results) // 3) and results
     assert all(result["identical"] == 1 and result["tau"] >= 1 for result in results)

@@ -1,6 +1,6 @@
 """Measure tau of drafters on prompts that they never learned from, and check that drafting changes no token.
 
-measure.py --target GGUF --drafter build/qwen2.5-coder/drafter --measured DATA/prompts/humaneval.jsonl
+measure_tau.py --target GGUF --drafter build/qwen2.5-coder/drafter --measured DATA/prompts/humaneval.jsonl
 
 The prompts are held-out tasks of each kind (`documents.py` keeps one task in fifty apart) and those of --measured.
 """
