@@ -180,7 +180,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         if path is not None and not path.is_file():
             parser.error(f"{path} is not a file.")
     if given.count < 1:
-        parser.error(f"--count is {given.count}; it must be at least 1.")
+        parser.error(f"--count must be at least 1, got {given.count}.")
     return given
 
 

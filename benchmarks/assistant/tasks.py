@@ -43,10 +43,10 @@ def make_tasks(texts: Sequence[str], count: int, kinds: Sequence[str] = KINDS) -
     """
     texts = Random(0).sample(texts, len(texts))
     makers = {EDIT: _edits(texts), JSON: _records(Random(1)), TESTS: _tests(texts), COMMIT: _commits(texts)}
-    found = {kind: list(islice(makers[kind], count)) for kind in kinds}
-    if few := [kind for kind, fields in found.items() if len(fields) < count]:
-        raise ValueError(f"The files suit {len(found[few[0]])} requests of the kind {few[0]!r}; {count} were asked.")
-    return [Task(kind, i, *found[kind][i]) for i in range(count) for kind in kinds]
+    chosen = {kind: list(islice(makers[kind], count)) for kind in kinds}
+    if few := [kind for kind, fields in chosen.items() if len(fields) < count]:
+        raise ValueError(f"The files suit {len(chosen[few[0]])} requests of the kind {few[0]!r}; {count} were asked.")
+    return [Task(kind, i, *chosen[kind][i]) for i in range(count) for kind in kinds]
 
 
 def _chat(text: str, max_tokens: int, **fields: Any) -> dict[str, Any]:

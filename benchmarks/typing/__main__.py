@@ -220,7 +220,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         if path is not None and not path.is_file():
             parser.error(f"{path} is not a file.")
     if given.sessions < 1:
-        parser.error(f"--sessions is {given.sessions}; it must be at least 1.")
+        parser.error(f"--sessions must be at least 1, got {given.sessions}.")
     return given
 
 

@@ -31,9 +31,8 @@ from blockdraft.nn.short_convolution import ShortConvolution
 def rope_frequencies(config: DecoderConfig) -> Tensor:
     """Return the frequencies [-f, f] of each of `config.ropes`, `[ropes, R]` for the R rotated channels of a head.
 
-    Rows of heads of fewer channels are padded.
     The sines of both halves then have the signs that a rotation needs. They are always float32, because bfloat16 cannot
-    distinguish neighbouring positions.
+    distinguish neighbouring positions. Rows of layers with smaller heads are padded with zeros.
     """
     rows = []
     for rope in config.ropes:

@@ -26,7 +26,7 @@ STRUCT(Convolution)
 
 /* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only.
    sinks: further scores of each head, or null. With a router (experts.h) gate_up and down hold all experts, one behind the
-   other; expert_bias is [experts], with `sigmoid`. taps: null, or [kernel, hidden] of a short convolution in the place of
+   other; expert_bias is [experts], with `sigmoid`. filter: null, or [kernel, hidden] of a short convolution in the place of
    attention (shortconv.h). */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
@@ -37,7 +37,7 @@ STRUCT(Convolution)
     FIELD(S, i64, window) FIELD(S, i64, whole_block)                                                      \
     FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)                                 \
     FIELD(S, Linear, router) FIELD(S, Linear, shared_gate_up) FIELD(S, Linear, shared_down)               \
-    FIELD(S, Linear, shared_gate) FIELD(S, const float *, expert_bias) FIELD(S, const float *, taps) FIELD(S, const float *, sinks)
+    FIELD(S, Linear, shared_gate) FIELD(S, const float *, expert_bias) FIELD(S, const float *, filter) FIELD(S, const float *, sinks)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
@@ -212,10 +212,10 @@ static i64 check_layers(const Model *m) {
     for (i64 index = 0; index < m->num_layers; index++) {
         const Layer *layer = m->layers + index;
         REFUSE(reads_pairs(m, index) && layer->attention_conv.taps, SIZES);
-        REFUSE(layer->taps && (m->kernel < 1 || reads_pairs(m, index) || layer->attention_conv.taps), SIZES);
-        const i64 outputs = layer->taps ? 3 * H : mixed + 2 * m->kv_heads * m->head_dim;
+        REFUSE(layer->filter && (m->kernel < 1 || reads_pairs(m, index) || layer->attention_conv.taps), SIZES);
+        const i64 outputs = layer->filter ? 3 * H : mixed + 2 * m->kv_heads * m->head_dim;
         i64 wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, outputs);
-        if (!wrong) wrong = check_linear(&layer->output, layer->taps ? H : mixed, H);
+        if (!wrong) wrong = check_linear(&layer->output, layer->filter ? H : mixed, H);
         if (!wrong) wrong = check_mlp(m, layer);
         if (!wrong) wrong = check_convolution(&layer->attention_conv, H);
         if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
@@ -244,7 +244,7 @@ static i64 check_nodes(const Model *m, const Call *call) {
     const i64 rows = call->batch * call->nodes, all = call->done + call->nodes;
     REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
     REFUSE(rows && m->pairs && !call->beside, POINTER);
-    for (i64 index = 0; rows && index < m->num_layers; index++) REFUSE(m->layers[index].taps && !call->inputs, POINTER);
+    for (i64 index = 0; rows && index < m->num_layers; index++) REFUSE(m->layers[index].filter && !call->inputs, POINTER);
     REFUSE(call->num_target_layer_ids < 0, TARGET_LAYERS);
     REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
     REFUSE(call->num_target_layer_ids && rows && (!call->target_layers || !call->hidden_states), POINTER);

@@ -191,7 +191,7 @@ class CompiledDecoder(CompiledLayers):
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
             if layer.convolution is not None:
-                own.taps = self._pointer(layer.convolution.kernel)
+                own.filter = self._pointer(layer.convolution.kernel)
             elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])

@@ -516,14 +516,14 @@ static void run_layers(Thread *t, const void *argument) {
         else
             read = input_of(t, &layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
         const int unused = index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits;
-        if (unused && !layer->taps) { /* only keys and values */
+        if (unused && !layer->filter) { /* only keys and values */
             const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
             project(t, &part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
             place(t, m, layer, call, attends, depths, qkv, 0, 0);
             return;
         }
         project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, qkv, layer->qkv.outputs, 0);
-        if (layer->taps) {
+        if (layer->filter) {
             short_convolution(t, m, layer, call, convolves++, qkv, wide);
             if (unused) return;
         } else {

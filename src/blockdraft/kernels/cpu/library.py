@@ -72,7 +72,7 @@ class LayerFields(Fields):
         ("attention_conv", ConvolutionFields),
         ("mlp_conv", ConvolutionFields),
         *((name, LinearFields) for name in ROUTED),
-        *((name, c_void_p) for name in ("expert_bias", "taps", "sinks")),
+        *((name, c_void_p) for name in ("expert_bias", "filter", "sinks")),
     ]
 
 

@@ -18,11 +18,11 @@ static void short_convolution(Thread *t, const Model *m, const Layer *layer, con
             i64 at = done + node % N; /* a node, or -1 for the last committed token, -2 for the one before, ... */
             for (i64 i = 0; i < count; i++) product[i] = x[i] * x[2 * H + i];
             memcpy(store + at * H, product, 4 * count);
-            for (i64 i = 0; i < count; i++) sum[i] = layer->taps[from + i] * product[i];
+            for (i64 i = 0; i < count; i++) sum[i] = layer->filter[from + i] * product[i];
             for (i64 tap = 1; tap < m->kernel; tap++) {
                 at = at >= 0 ? parents[at] : at - 1;
                 if (at < -length) break;
-                const float *in = store + at * H, *weight = layer->taps + tap * H + from;
+                const float *in = store + at * H, *weight = layer->filter + tap * H + from;
                 if (at >= done) { /* of this call; its input may not be in its slot yet */
                     const float *other = projected + (row * N + at - done) * 3 * H + from;
                     for (i64 i = 0; i < count; i++) product[i] = other[i] * other[2 * H + i];
