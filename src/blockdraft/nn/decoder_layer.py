@@ -143,8 +143,10 @@ class DecoderLayer(nn.Module):
         if recurrent is not None:
             tensors = dict(zip(recurrent.tensors, others.values(), strict=False))
             self.delta_net = GatedDeltaNet(recurrent, tensors, config.norm_eps)
-        self.convolution = ShortConvolution(next(iter(others.values()))) if own.convolved else None
-        self.expert_bias = [*others.values()][-1] if self.experts is not None and self.experts.sigmoid else None
+        place = f"model.layers.{number}."
+        self.convolution = ShortConvolution(others[f"{place}conv.conv.weight"]) if own.convolved else None
+        has_bias = self.experts is not None and self.experts.sigmoid
+        self.expert_bias = others[config.spelled(f"{place}mlp.expert_bias")] if has_bias else None
 
     def forward(
         self,

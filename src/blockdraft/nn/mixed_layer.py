@@ -26,7 +26,7 @@ class MixedLayer(DecoderLayer):
         for role, name in (("query", "query_norm"), ("key", "key_norm"), ("after_input", "after_input")):
             if role in self.given:
                 setattr(self, name, Norm(config, [self.given[role]]))
-        self.scalar = [*self.others.values()][-1]
+        self.scalar = self.others[f"model.layers.{number}.layer_scalar"]
 
     def finish(self, x: Tensor, inputs: Tensor | None) -> Tensor:
         """Add the layer's own embeddings of the tokens, `[R, size]`, to its output `[R, H]`, and scale it."""
