@@ -26,7 +26,9 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from chats import ChatTokens
+from documents import COPIES, is_validation
 from prompts import Grams, Task, grams, measured_grams, read_lines
+from recording import Recorder, RecordingDrafter
 from shards import Shards, read_shards
 
 from blockdraft import Engine, SamplingParams, load_target
@@ -273,6 +275,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/qwen2.5-coder/responses"))
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=RESPONSE_TOKENS, help="most tokens of a response")
+    parser.add_argument("--dense", action="store_true", help="leave out copies, which prompt lookup drafts")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="keep the hidden states of responses in DIR")
+    parser.add_argument("--target-layers", default="7,16,26,28", help="whose outputs --record keeps")
     parser.add_argument("--share", type=share, default=(0, 1), metavar="I/N", help="only every N-th task, from I on")
     args = parser.parse_args()
 
@@ -286,12 +291,22 @@ def main() -> None:
         done.add(earlier["id"])
         writer.remember(earlier)
     tasks = [task for task in read_lines(args.prompts)[part::parts] if task["id"] not in done]
+    if args.dense:
+        tasks = [task for task in tasks if task["kind"] not in COPIES]
     print(f"{len(done)} tasks are done, {len(tasks)} are left.", flush=True)
+
+    drafter = recorder = None
+    if args.record is not None:
+        drafter = RecordingDrafter([int(layer) for layer in args.target_layers.split(",")])
+        recorder = Recorder(drafter, args.record, f"part-{part}")
+    by_id, chats = {task["id"]: task for task in tasks}, ChatTokens(target.tokenizer)
+    # A recording drafter must observe whole sequences.
+    prefix_tokens = PREFIX_TOKENS if drafter is None else 0
 
     counts, tokens, began = Counter[str](), 0, time.monotonic()
     reported = began
-    cache_tokens = args.batch * SLOTS + PREFIX_TOKENS
-    with Engine(target, max_batch_size=args.batch, cache_tokens=cache_tokens, prefix_tokens=PREFIX_TOKENS) as engine:
+    cache_tokens = args.batch * SLOTS + prefix_tokens
+    with Engine(target, drafter, args.batch, cache_tokens=cache_tokens, prefix_tokens=prefix_tokens) as engine:
         pool = Pool(engine)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: pool.stop())
@@ -300,6 +315,12 @@ def main() -> None:
             if line is not None:
                 shards.append(line)
                 counts["dropped" if "dropped" in line else "answered"] += 1
+                if recorder is not None and "turns" in line and not is_validation(line["id"]):
+                    task = by_id[line["id"]]
+                    document = chats.document(task, line)
+                    if "text" in task:  # around a hole is code, as good to learn from as the response
+                        document.supervised[:] = True
+                    recorder.add(document)
             if time.monotonic() - reported > PROGRESS_SECONDS:
                 reported = time.monotonic()
                 print(
@@ -307,6 +328,8 @@ def main() -> None:
                     f"{tokens} tokens, {tokens / (reported - began):.1f} tokens/s",
                     flush=True,
                 )
+    if recorder is not None:
+        recorder.flush()
     print(f"Stopped after {tokens} tokens; the responses are in {args.out}.", flush=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -141,6 +141,16 @@ class HiddenStateCache:
             now._begin()
             for number, hidden_states in now._missing(progress):
                 now._store(number, hidden_states)
+
+    def write_from(self, hidden_states: Iterable[Tensor]) -> None:
+        """Write all shards from the hidden states `[S, m * H]` of each document, in the order of the data."""
+        self._check_space()
+        with held(self.folder, "writing hidden states"):
+            self._begin()
+            documents = iter(hidden_states)
+            for number, lengths in enumerate(self.manifest["lengths"]):
+                shard = torch.cat([next(documents)[:length] for length in lengths])
+                self._store(number, shard.to(getattr(torch, self.settings.dtype)))
 
     def in_memory(
         self, store: bool, progress: Callable[[int, int], None] = lambda done, total: None

@@ -1,0 +1,164 @@
+"""Hidden states of responses, kept while they are decoded, so that training needs no second pass over them.
+
+recording.py --target GGUF --recorded build/qwen2.5-coder/recorded --out build/recorded
+
+Run `responses.py --record DIR` first. This command packs what it recorded into `OUT/data` and `OUT/hidden-states`, for
+`--data` and `--hidden-states` of `blockdraft train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockdraft import load_target
+from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft.data.hidden_states import plan_hidden_states
+from blockdraft.data.settings import HiddenStateSettings
+from blockdraft.data.writer import DataWriter
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.nn.cache import SequenceState
+from blockdraft.targets import Target, target_fingerprint
+
+FILE_TOKENS = 8192
+CLOSED = 64  # sequences that are kept until their task ends
+
+
+class RecordingState(SequenceState):
+    """Tokens and hidden states of each sequence, which go to `closed` when the sequence ends."""
+
+    def __init__(self, batch: int, capacity: int, closed: deque[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(batch, capacity)
+        self._closed = closed
+
+    def new_value(self) -> list[tuple[Tensor, Tensor]]:
+        return []
+
+    def close(self, start: int) -> None:
+        pieces = self.values[start]
+        super().close(start)
+        if pieces:
+            tokens, hidden_states = zip(*pieces, strict=True)
+            self._closed.append((torch.cat(tokens), torch.cat(hidden_states)))
+
+
+class RecordingDrafter(NoDrafter):
+    """Drafter that proposes nothing, and keeps the hidden states of these target layers in bfloat16.
+
+    It needs an engine without stored prefixes, so that it observes every token of a sequence.
+    """
+
+    def __init__(self, target_layers: Sequence[int]) -> None:
+        self.target_layers = tuple(target_layers)
+        self.closed: deque[tuple[Tensor, Tensor]] = deque(maxlen=CLOSED)
+
+    def new_state(self, batch: int, capacity: int) -> RecordingState:
+        return RecordingState(batch, capacity, self.closed)
+
+    def observe(
+        self, state: SequenceState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]
+    ) -> None:
+        assert hidden_states is not None
+        for start, length, row, states in zip(state.starts, lengths, tokens, hidden_states, strict=True):
+            if length:
+                # `to` would return a view of a tensor that is bfloat16 already.
+                piece = states[:length].to(torch.bfloat16, copy=True)
+                state.values[start].append((row[:length].to(torch.int32, copy=True), piece))
+
+
+class Recorder:
+    """Joins the documents of finished tasks with their recorded sequences, and writes them to files.
+
+    Args:
+        folder: Folder of the files.
+        name: Beginning of their names, which no other process uses.
+    """
+
+    def __init__(self, drafter: RecordingDrafter, folder: Path, name: str) -> None:
+        self._drafter, self._folder, self._name = drafter, folder, name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._number = len(list(folder.glob(f"{name}-*.safetensors")))
+        self._waiting: list[Document] = []
+        self._done: list[tuple[Document, Tensor]] = []
+
+    def add(self, document: Document) -> None:
+        """Add a finished task, whose sequence may end a little later."""
+        self._waiting.append(document)
+        closed = list(self._drafter.closed)
+        self._waiting = [entry for entry in self._waiting[-CLOSED:] if not self._join(entry, closed)]
+        if sum(len(document.tokens) for document, _ in self._done) >= FILE_TOKENS:
+            self.flush()
+
+    def _join(self, document: Document, closed: list[tuple[Tensor, Tensor]]) -> bool:
+        for tokens, hidden_states in closed:
+            length = min(len(tokens), len(document.tokens))
+            # The last token of a sequence has no hidden states, as nothing was decoded behind it.
+            if length >= len(document.tokens) - 1 and bool((document.tokens[:length] == tokens[:length]).all()):
+                cut = Document(document.tokens[:length], document.supervised[:length])
+                self._done.append((cut, hidden_states[:length]))
+                return True
+        return False
+
+    def flush(self) -> None:
+        """Write what is not in a file yet."""
+        if not self._done:
+            return
+        documents, hidden_states = zip(*self._done, strict=True)
+        path = self._folder / f"{self._name}-{self._number:05}.safetensors"
+        tensors = {
+            "lengths": torch.tensor([len(document.tokens) for document in documents]),
+            "tokens": torch.cat([document.tokens for document in documents]),
+            "supervised": torch.cat([document.supervised for document in documents]),
+            "hidden_states": torch.cat(hidden_states),
+        }
+        save_file(tensors, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+        self._number, self._done = self._number + 1, []
+
+
+def read_recorded(paths: Sequence[Path]) -> Iterator[tuple[Document, Tensor]]:
+    """Yield the document and the hidden states `[S, m * H]` of each recorded task."""
+    for path in paths:
+        tensors = load_file(path)
+        lengths = tensors["lengths"].tolist()
+        parts = (tensors[name].split(lengths) for name in ("tokens", "supervised", "hidden_states"))
+        for tokens, supervised, hidden_states in zip(*parts, strict=True):
+            yield Document(tokens, supervised), hidden_states
+
+
+def pack(target: Target, target_layers: Sequence[int], paths: Sequence[Path], out: Path) -> dict[str, Any]:
+    """Write the recorded tasks as a data folder and its hidden states. Return the counts of the data folder."""
+    assert target.tokenizer is not None
+    written_by = {"writer": "target", "author": target_fingerprint(target), "mode": "greedy, some sampled"}
+    identity = {"tokenizer": tokenizer_fingerprint(target.tokenizer), "written_by": written_by}
+    writer = DataWriter(out / "data", identity)
+    writer.begin()
+    for number, (document, _) in enumerate(read_recorded(paths)):
+        writer.add(number, [document])
+    counts: dict[str, Any] = writer.finish()["counts"]
+    data = read_data(out / "data")
+    cache = plan_hidden_states(out / "hidden-states", target, data, target_layers, HiddenStateSettings())
+    cache.write_from(hidden_states for _, hidden_states in read_recorded(paths))
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="the GGUF file")
+    parser.add_argument("--recorded", type=Path, default=Path("build/qwen2.5-coder/recorded"))
+    parser.add_argument("--target-layers", default="7,16,26,28")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    layers = [int(layer) for layer in args.target_layers.split(",")]
+    print(pack(load_target(args.target), layers, sorted(args.recorded.glob("*.safetensors")), args.out))
+
+
+if __name__ == "__main__":
+    main()
