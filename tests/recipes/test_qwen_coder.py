@@ -16,11 +16,13 @@ import pytest
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.data.documents import read_data
+from blockdraft.data.hidden_states import read_hidden_states
 from blockdraft.data.loops import loop_begin
+from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.targets import Target
 
 RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
-MODULES = ("tools", "wording", "prompts", "chats", "shards", "responses", "documents", "measure_tau")
+MODULES = ("tools", "wording", "prompts", "chats", "shards", "recording", "responses", "documents", "measure_tau")
 TOKENS = 60
 WRITTEN = {"question", "program", "chat", "tools"}  # kinds whose prompts the target writes
 FUNCTION = """def {0}_values(items):
@@ -220,6 +222,35 @@ def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, monkeypatch: pytest.
     assert list(recipe.shards.read_shards(tmp_path / "again")) == lines
     with pytest.raises(FileExistsError, match="has shards already"):
         recipe.shards.unpack(folder, packed)
+
+
+def test_recorded_hidden_states_are_those_of_the_documents(
+    recipe: Any, tiny_target_dir: Path, target: Target, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, recorded = tmp_path / "prompts.jsonl", tmp_path / "recorded"
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
+    monkeypatch.setattr(recipe.recording, "FILE_TOKENS", 1000)
+
+    def run(script: str, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
+        getattr(recipe, script).main()
+
+    run("prompts", "--data", data, "--out", prompts, "--count", 40)
+    options = ("--target", tiny_target_dir, "--prompts", prompts, "--out", tmp_path / "responses", "--tokens", 30)
+    layers = ("--target-layers", "0,1")
+    run("responses", *options, "--batch", 4, "--dense", "--record", recorded, *layers)
+    assert len(list(recorded.glob("*.safetensors"))) > 1
+    run("recording", "--target", tiny_target_dir, "--recorded", recorded, "--out", tmp_path / "packed", *layers)
+    documents = read_data(tmp_path / "packed/data")
+    stored = read_hidden_states(tmp_path / "packed/hidden-states")
+    stored.check(target, documents, (0, 1))
+    answered = [line for line in recipe.shards.read_shards(tmp_path / "responses") if "turns" in line]
+    assert not {line["kind"] for line in answered} & set(recipe.documents.COPIES)
+    assert len(documents) == sum(not recipe.documents.is_validation(line["id"]) for line in answered)
+    for document, hidden_states in zip(documents, stored, strict=True):
+        [computed] = target_hidden_states(target, (0, 1), [document.tokens])
+        # Keys and values had 8 bits while the target responded.
+        assert (hidden_states - computed).norm() < 0.05 * computed.norm()
 
 
 @pytest.mark.slow
