@@ -41,18 +41,25 @@ class RecordingState(SequenceState):
     def new_value(self) -> list[tuple[Tensor, Tensor]]:
         return []
 
+    def cut(self, value: list[tuple[Tensor, Tensor]], length: int) -> list[tuple[Tensor, Tensor]]:
+        tokens, hidden_states = joined(value) if value else (torch.empty(0), torch.empty(0))
+        return [(tokens[:length].clone(), hidden_states[:length].clone())] if len(tokens) else []
+
     def close(self, start: int) -> None:
-        pieces = self.values[start]
+        if pieces := self.values[start]:
+            self._closed.append(joined(pieces))
         super().close(start)
-        if pieces:
-            tokens, hidden_states = zip(*pieces, strict=True)
-            self._closed.append((torch.cat(tokens), torch.cat(hidden_states)))
+
+
+def joined(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    tokens, hidden_states = zip(*pieces, strict=True)
+    return torch.cat(tokens), torch.cat(hidden_states)
 
 
 class RecordingDrafter(NoDrafter):
     """Drafter that proposes nothing, and keeps the hidden states of these target layers in bfloat16.
 
-    It needs an engine without stored prefixes, so that it observes every token of a sequence.
+    It needs an engine without stored prefixes. A prefix that it shares with a running sequence is copied.
     """
 
     def __init__(self, target_layers: Sequence[int]) -> None:

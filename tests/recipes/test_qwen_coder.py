@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.data.documents import read_data
@@ -222,6 +223,21 @@ def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, monkeypatch: pytest.
     assert list(recipe.shards.read_shards(tmp_path / "again")) == lines
     with pytest.raises(FileExistsError, match="has shards already"):
         recipe.shards.unpack(folder, packed)
+
+
+def test_a_copied_prefix_is_recorded_apart(recipe: Any) -> None:
+    drafter = recipe.recording.RecordingDrafter((0,))
+    state = drafter.new_state(2, 8)
+    hidden_states = torch.arange(12.0).view(1, 6, 2)
+    drafter.observe(state.of([0]), torch.arange(6)[None, :4], hidden_states[:, :4], [4])
+    state.copy(0, 8, 3)
+    drafter.observe(state.of([0]), torch.arange(6)[None, 4:], hidden_states[:, 4:], [2])
+    drafter.observe(state.of([8]), torch.tensor([[9]]), torch.tensor([[[9.0, 9.0]]]), [1])
+    for start in (0, 8):
+        state.close(start)
+    (first, its_hidden_states), (second, _) = drafter.closed
+    assert first.tolist() == [0, 1, 2, 3, 4, 5] and second.tolist() == [0, 1, 2, 9]
+    assert torch.equal(its_hidden_states.float(), hidden_states[0])
 
 
 def test_recorded_hidden_states_are_those_of_the_documents(
