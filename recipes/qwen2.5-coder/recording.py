@@ -59,7 +59,7 @@ def joined(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 class RecordingDrafter(NoDrafter):
     """Drafter that proposes nothing, and keeps the hidden states of these target layers in bfloat16.
 
-    It needs an engine without stored prefixes. A prefix that it shares with a running sequence is copied.
+    It needs an engine without stored prefixes. A sequence that runs alone until it ends is not observed whole.
     """
 
     def __init__(self, target_layers: Sequence[int]) -> None:
@@ -98,10 +98,19 @@ class Recorder:
     def add(self, document: Document) -> None:
         """Add a finished task, whose sequence may end a little later."""
         self._waiting.append(document)
-        closed = list(self._drafter.closed)
-        self._waiting = [entry for entry in self._waiting[-CLOSED:] if not self._join(entry, closed)]
+        self._join_waiting()
         if sum(len(document.tokens) for document, _ in self._done) >= FILE_TOKENS:
-            self.flush()
+            self._write()
+
+    def finish(self) -> None:
+        """Write the rest, after all sequences have ended."""
+        self._join_waiting()
+        if self._done:
+            self._write()
+
+    def _join_waiting(self) -> None:
+        closed = list(self._drafter.closed)
+        self._waiting = [document for document in self._waiting[-CLOSED:] if not self._join(document, closed)]
 
     def _join(self, document: Document, closed: list[tuple[Tensor, Tensor]]) -> bool:
         for tokens, hidden_states in closed:
@@ -113,10 +122,7 @@ class Recorder:
                 return True
         return False
 
-    def flush(self) -> None:
-        """Write what is not in a file yet."""
-        if not self._done:
-            return
+    def _write(self) -> None:
         documents, hidden_states = zip(*self._done, strict=True)
         path = self._folder / f"{self._name}-{self._number:05}.safetensors"
         tensors = {

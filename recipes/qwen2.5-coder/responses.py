@@ -329,7 +329,7 @@ def main() -> None:
                     flush=True,
                 )
     if recorder is not None:
-        recorder.flush()
+        recorder.finish()
     print(f"Stopped after {tokens} tokens; the responses are in {args.out}.", flush=True)
 
 

@@ -262,7 +262,8 @@ def test_recorded_hidden_states_are_those_of_the_documents(
     stored.check(target, documents, (0, 1))
     answered = [line for line in recipe.shards.read_shards(tmp_path / "responses") if "turns" in line]
     assert not {line["kind"] for line in answered} & set(recipe.documents.COPIES)
-    assert len(documents) == sum(not recipe.documents.is_validation(line["id"]) for line in answered)
+    trained = sum(not recipe.documents.is_validation(line["id"]) for line in answered)
+    assert trained - 1 <= len(documents) <= trained  # the last sequence may have run alone
     for document, hidden_states in zip(documents, stored, strict=True):
         [computed] = target_hidden_states(target, (0, 1), [document.tokens])
         # Keys and values had 8 bits while the target responded.
