@@ -85,7 +85,8 @@ def test_smollm2_with_its_bundled_drafter(tmp_path: Path) -> None:
     asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
     done = export_gguf(smollm2.DRAFTER, tmp_path / "gguf", folder, "f32")
     ours = Ours(asked, folder, done.drafter)
-    with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", 4) as theirs:
+    drafted = read_drafter(done.drafter, None, 30).config.block_size - 1
+    with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", drafted) as theirs:
         for place, prompt in enumerate(asked):
             answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]})
             assert answer["tokens"] == ours.tokens[place] and answer["steps"] == len(ours.committed[place])
