@@ -80,8 +80,6 @@ NOT_RUN = {
     'plus 25?"': GPU,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
     "tests/drafters/mtp/test_target_network.py has such",
-    "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
-    "stand-in for it",
     "blockdraft serve": SERVE,
     "blockdraft serve --target qwen2.5-coder-1.5b --port 8012 --temperature 0": SERVE,
     "blockdraft serve --target qwen2.5-coder-1.5b --port 11434": SERVE,
