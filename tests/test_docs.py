@@ -46,7 +46,6 @@ PROCESSES = "starts several processes of accelerate; tests/training/test_devices
 SERVER = "needs a running server; tests/cli/test_bench_server.py has one"
 SUITE = "downloads datasets; tests/cli/test_bench_suite.py has a few rows of some"
 SERVE = "serves until it is stopped; tests/serving/test_run.py does that"
-TWO_DEVICES = "needs a second GPU; tests/cli/test_bench.py does that on a CPU"
 FIT = "takes hours; tests/tools/fit/test_run.py runs the steps"
 PULLS = "downloads a model; tests/models/test_pull.py has an index of its own"
 PULLED = "needs SmolLM2; tests/models runs it"
@@ -80,8 +79,6 @@ NOT_RUN = {
     'plus 25?"': GPU,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
     "tests/drafters/mtp/test_target_network.py has such",
-    "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
-    "stand-in for it",
     "blockdraft serve": SERVE,
     "blockdraft serve --target qwen2.5-coder-1.5b --port 8012 --temperature 0": SERVE,
     "blockdraft serve --target qwen2.5-coder-1.5b --port 11434": SERVE,
@@ -89,9 +86,6 @@ NOT_RUN = {
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
     "blockdraft serve --no-stored-prefixes": SERVE,
-    "blockdraft serve --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4": TWO_DEVICES,
-    "blockdraft bench --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4 --methods chain "
-    "--prompts PROMPTS.jsonl": TWO_DEVICES,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "blockdraft bench server http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": SERVER,

@@ -148,16 +148,12 @@ Drafters that [MLX](mlx.md) and [JAX](jax.md) do not run themselves run in torch
 | JAX | `load_target(path, backend="jax")`: [families of our own decoder in JAX](jax.md); tested on a CPU |
 """
 LAST = """Quantized checkpoints of other layouts than those of [quantize.md](quantize.md) run through transformers, if
-it supports them on the device. With torchao's int8 weights on a CPU, drafted output is tested to equal plain decoding
-of the same target.
+it supports them on the device.
 
 ## Recurrent layers
 
 Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut. So their requests do not share
-prefixes, and such a model cannot draft for another. Short convolutions keep one only through transformers: the native
-decoder stores their inputs with the keys and values of each token. Through transformers, `exact`
-([exactness.md](exactness.md)) refuses recurrent layers, as well as latent attention and attention sinks.
-[architecture.md](architecture.md) explains how a tree keeps one state per path.
+prefixes, and such a model cannot draft for another. Short convolutions keep one only through transformers.
 
 ## Refused everywhere
 

@@ -78,7 +78,7 @@ def _steps(committed: Sequence[int]) -> int:
 
 
 def first_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the keys of the context in all layers the first layer's norm, as vLLM 0.32 does on CPUs (docs/upstream)."""
+    """Give the context's keys of all layers the first layer's norm, as vLLM 0.32 does on CPUs (benchmarks/upstream)."""
     begin = DraftPass.__init__
 
     def begin_alike(self: DraftPass, *given: object, **named: object) -> None:

@@ -29,7 +29,7 @@ from blockdraft.training.export import convert, format_for
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 FEW = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
 PATIENCE = 1800.0
-# Replaces the kernel that reads one row of the norms' weights; docs/upstream tells of the fault.
+# Replaces the kernel that reads one row of the norms' weights; benchmarks/upstream tells of the fault.
 REPAIR = """
 import torch
 from vllm import _custom_ops as ops
@@ -204,7 +204,7 @@ def test_bfloat16_is_counted(
 def test_the_fault_is_there_still() -> None:
     """The program of the report. Where it says that rows are alike no longer, the emulation can go."""
     python = environment("vllm") / "bin" / "python"
-    program = ROOT / "docs/upstream/vllm_rms_norm_rows.py"
+    program = ROOT / "benchmarks/upstream/vllm_rms_norm_rows.py"
     done = subprocess.run([python, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "row 1 is normed by row 0's weight" in done.stdout, done.stdout + done.stderr
 
