@@ -131,10 +131,6 @@ def test_bad_input(bench: Run, args: list[str], message: str) -> None:
     refused(bench(*args), message)
 
 
-def test_a_target_needs_its_drafter(blockdraft: Run, prompts: tuple[Path, Path], tiny_target_dir: Path) -> None:
-    refused(blockdraft("bench", "--target", tiny_target_dir, "--prompts", prompts[0]), "add --drafter DIR")
-
-
 def refused(result: Any, message: str) -> None:
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ") and message in result.err

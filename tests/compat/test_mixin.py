@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
-from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 
 PROMPTS = [[5, 17, 3, 80, 44, 9], [61, 2], [30, 31, 32, 33]]
@@ -32,12 +31,6 @@ def config(drafter_dir: Path) -> DFlashConfig:
 @pytest.fixture
 def mixin(model: PreTrainedModel, config: DFlashConfig) -> DFlashGenerationMixin:
     return DFlashGenerationMixin(model, config=config)
-
-
-def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two_kinds: tuple[Path, Path]) -> None:
-    """Only some kinds of drafters can refine a block in several passes."""
-    drafter = DFlashGenerationMixin(load_target(tiny_target_dir), DFlashConfig(diffusion_steps=2)).drafter
-    assert drafter.path == two_kinds[0] and drafter.diffusion_steps == 2
 
 
 @pytest.mark.slow

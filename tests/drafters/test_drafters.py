@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft import drafters
-from blockdraft.cli.target import drafter_or_lookup
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import (
+    TINY_DRAFTER,
     NetworkDrafter,
     as_given,
-    bundled,
     bundled_for,
     check_place,
+    drafter_files,
     drafter_of,
     entries,
-    for_others,
+    load,
     load_drafter,
 )
 from blockdraft.drafters.base import read_network
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.errors import UsageError
@@ -113,56 +113,21 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
     assert not any("embed" in name or "lm_head" in name for name, _ in drafter.network.named_parameters())
 
 
-def test_another_kind_beside_the_bundled_dflash_drafter(
-    two_kinds: tuple[Path, Path], target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dflash, dspark = two_kinds
-    with monkeypatch.context() as patch:
-        patch.setattr(drafters, "bundled_for", lambda target: dspark)
-        assert for_others("bundled", "bundled", print) == dflash
-    for name in (None, "bundled", Path("bundled")):
-        assert load_drafter(name, target=target).path == dspark
-    assert load_drafter("bundled-dflash", target=target).path == dflash
-    both = load_drafter("lookup+bundled", target=target)
-    assert [part.path for part in both.parts] == [None, dspark]
-    (dspark / "config.json").unlink()  # what a copy that was broken off has left is none
-    assert load_drafter(target=target).path == dflash
-
-
-def test_one_alone_can_be_the_default(two_kinds: tuple[Path, Path]) -> None:
-    assert list(bundled()) == ["bundled", "bundled-dflash"]
-    shutil.copytree(two_kinds[1], two_kinds[1].with_name("drafter-dflash2"))
-    with pytest.raises(AssertionError, match="2 drafters beside drafter"):
-        bundled()
-
-
-def test_other_engines_get_the_drafter_that_is_bundled_for_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drafter_that_is_bundled_for_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     folder_place(model := known("smollm2")).mkdir(parents=True)
     for target in ("smollm2", folder_place(model)):
-        assert for_others("bundled", target, print) == bundled_drafter(model)
-        assert for_others("bundled-dflash", target, print) == bundled()["bundled-dflash"]
-    assert for_others("bundled", None, print) == for_others("bundled", "bundled", print) == bundled()["bundled-dflash"]
+        assert drafter_files("bundled", target) == bundled_drafter(model)
+    assert drafter_files("bundled", None) == drafter_files("bundled", "bundled") == TINY_DRAFTER
+    with pytest.raises(UsageError, match="No drafter is bundled for owner/name"):
+        drafter_files("bundled", "owner/name")
+    with pytest.raises(UsageError, match="lookup has no files"):
+        drafter_files("lookup", None)
 
 
-def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Target) -> None:
-    for name in (None, "bundled", "bundled-dflash"):
-        with pytest.raises(
-            ValueError,
-            match=rf"model's drafter, which {name or 'no drafter'} means here, does not fit this target: the .*none",
-        ):
-            load_drafter(name, target=target)
-
-
-def test_the_error_names_the_drafter_of_a_model_with_the_same_sizes(
-    target: Target, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "blockdraft.drafters.bundled_drafter", lambda model: tiny_eagle3_dir if model.id == "smollm2" else None
-    )
-    with pytest.raises(UsageError, match=f"{tiny_eagle3_dir} is for SmolLM2-135M-Instruct, which has the same sizes"):
+def test_a_target_without_a_bundled_drafter_gets_lookup(target: Target) -> None:
+    assert isinstance(load_drafter(target=target), LookupDrafter)
+    with pytest.raises(UsageError, match="hidden_size must be"):
         load_drafter("bundled", target=target)
 
 
@@ -175,15 +140,13 @@ def test_a_target_is_known_by_its_weights(
     raw = json.loads((folder / "config.json").read_text())
     trained_for = load_target(tiny_target_dir, device="cpu").source_fingerprint
     (folder / "config.json").write_text(json.dumps(raw | {"target_fingerprint": trained_for}))
-    monkeypatch.setattr(drafters, "bundled_drafter", lambda model: folder if model.id == "smollm2" else None)
+    monkeypatch.setattr(load, "bundled_drafter", lambda model: folder if model.id == "smollm2" else None)
     quantize(tiny_target_dir, few, QuantizeSettings(8, 8))
     for place in (tiny_target_dir, few):
-        assert bundled_for(place) == for_others("bundled", place, print) == folder
+        assert bundled_for(place) == drafter_files("bundled", place) == folder
         loaded = load_target(place, device="cpu")
         assert load_drafter(target=loaded).path == load_drafter("bundled", target=loaded).path == folder
-        assert not drafter_or_lookup(str(place), None)
-    assert bundled_for(BUNDLED) == bundled()["bundled"]
-    assert for_others("bundled", BUNDLED, print) == bundled()["bundled-dflash"]
+    assert bundled_for(BUNDLED) == TINY_DRAFTER
     for other in (folder, tmp_path, "owner/name"):
         assert bundled_for(other) is None
 
@@ -194,7 +157,7 @@ def test_a_folder_with_the_name_of_a_drafter() -> None:
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match="nowhere is no drafter; .* bundled, bundled-dflash, .*lookup"):
+    with pytest.raises(ValueError, match="nowhere is no drafter; .* bundled, .*lookup"):
         load_drafter("nowhere", target=target)
     with pytest.raises(ValueError, match="owner/a-drafter is no folder here, and the hub does not send a drafter"):
         load_drafter("owner/a-drafter", target=target)
@@ -362,7 +325,7 @@ def test_a_drafter_of_the_hub(
     check_place("lookup+owner/tiny")
     loaded = load_drafter("owner/tiny", target=target)
     assert loaded.path is not None and Path(loaded.path).parent == repository / "snapshots"
-    assert for_others("owner/tiny", None, print) == loaded.path
+    assert drafter_files("owner/tiny", None) == loaded.path
 
 
 def test_an_adapted_drafter_differs_only_in_what_was_asked(target: Target, tiny_drafter_dir: Path) -> None:

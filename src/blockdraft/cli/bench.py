@@ -16,7 +16,7 @@ from pydantic import Field, Strict
 from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, standard, tell
 from blockdraft.cli.options import DRAFTING, OUTPUT, SAMPLING, Only
-from blockdraft.cli.target import AsJson, DecodingTarget, DraftNetwork, Files, Overwrite, need_drafter, tell_unused
+from blockdraft.cli.target import AsJson, DecodingTarget, DraftNetwork, Files, Overwrite, tell_unused
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
@@ -80,8 +80,6 @@ def bench(
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
     extent = drafting.block_size, measurement.tree_budget, drafting.draft_window, drafting.draft_passes
     methods = parse_methods(options.methods, options.drafter, *extent)
-    if any(method.drafter is None for method in methods):
-        need_drafter(model.target, options.drafter, "name other methods")
     tell_unused(params, [params.temperature], _sampled(methods))
     sets = read_prompt_sets(list(options.prompts), measurement.limit)
 

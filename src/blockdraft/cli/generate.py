@@ -24,9 +24,8 @@ from blockdraft.cli.target import (
     DraftingOptions,
     DraftNetwork,
     Sampling,
-    auto_by_default,
-    drafter_or_lookup,
     exclude,
+    load_drafter_for,
     tell_unused,
 )
 from blockdraft.errors import UsageError
@@ -80,7 +79,6 @@ def generate(
 
     A terminal shows the answer as it comes, with accepted draft tokens in green. A pipe gets the answer alone.
     """
-    place = drafter_or_lookup(model.target, drafter.drafter)
     # All runs of a comparison share one seed.
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
     tell_unused(params, [params.temperature], drafting.sampled)
@@ -104,14 +102,13 @@ def generate(
 
     with uncollected():
         from blockdraft.cli import answers
-        from blockdraft.drafters import load_drafter
         from blockdraft.engine import Engine, infill_params, infill_prompt
 
         peak = PeakMemory() if as_json else None  # on top of what the imports take
         size = {"max_batch_size": options.batch_size or 1} if options.batch_size or not options.prompts else {}
-        target = model.load_for(place, network)
-        loaded = load_drafter(place, target=target, **network.options())
-        engine = Engine(target, loaded, drafting=auto_by_default(drafting), **size)
+        target = model.load_for(drafter.drafter, network)
+        loaded = load_drafter_for(target, drafter.drafter, network)
+        engine = Engine(target, loaded, drafting=drafting, **size)
 
     if options.prompts:
         _answer_all(engine, prompts, params)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,6 +32,7 @@ from blockdraft.types import (
 if TYPE_CHECKING:
     import torch
 
+    from blockdraft.drafters import Drafter
     from blockdraft.targets import Target, TargetText
 
 AsJson = Annotated[
@@ -210,9 +210,8 @@ class DrafterSettings:
         None,
         description="Drafter: the folder, GGUF file or hub name of one, or the folder of a smaller language model or "
         "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target), "
-        "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that "
-        "have one), bundled-dflash (the tiny model's DFlash drafter, which other engines read too). A + combines "
-        "several, as in lookup+DIR.",
+        "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that have "
+        "one; others get lookup). A + combines several, as in lookup+DIR.",
     )
 
 
@@ -275,71 +274,16 @@ def exclude(option: str, *others: tuple[str, object]) -> None:
             raise UsageError(f"{option} and {name} exclude each other; leave one of them out.")
 
 
-def auto_by_default(drafting: Drafting) -> Drafting:
-    """Return the drafting with the block size "auto" for chains, sampled ones included, unless a size is given."""
-    if drafting.block_size is None and drafting.tree_budget == 0:
-        return replace(drafting, block_size="auto")
-    return drafting
-
-
-def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
-    """Return the named drafter, None for the target's bundled one, or lookup, with a note, if it has none."""
-    if drafter is not None or _has_drafter(target):
-        return drafter
+def load_drafter_for(target: Target, drafter: str | None, network: DraftModel) -> Drafter:
+    """Load the named drafter, else the target's bundled one, else lookup, with a note on how to get a better one."""
+    from blockdraft.drafters import load_drafter
     from blockdraft.formats.gguf import is_gguf, open_gguf
     from blockdraft.targets import has_head
 
-    remedy = f"To make one: blockdraft fit --target {target} --out DIR"
-    if is_gguf(str(target)) and has_head(open_gguf(Path(str(target)).expanduser())):
-        remedy = "The file holds an MTP head: --drafter mtp drafts with it"
-    tell(f"No drafter is known for {target}. Using lookup, which copies from the text so far. {remedy}.")
-    return "lookup"
-
-
-def need_drafter(target: str | None, drafter: str | None, remedy: str, lookup: bool = True) -> None:
-    """Raise a UsageError if no drafter is named and none is known for the target.
-
-    Args:
-        remedy: Another remedy, for the message.
-        lookup: Whether lookup will do for a model of the catalogue without a bundled drafter, with a note.
-    """
-    if drafter is None and not _has_drafter(target, lookup):
-        raise UsageError(
-            f"No drafter is known for {target}; add --drafter DIR, {remedy}, or make one: "
-            f"blockdraft fit --target {target} --out DIR."
-        )
-
-
-def _has_drafter(target: str | None, lookup: bool = True) -> bool:
-    """Return whether a drafter is known for a target, as in `need_drafter`.
-
-    Raises:
-        UsageError: There is no such target.
-    """
-    if target is None or target == "bundled":
-        return True
-    from blockdraft.drafters import bundled_for
-    from blockdraft.models import bundled_drafter, find, located, model_of
-
-    path = Path(target).expanduser()
-    model = model_of(path) if path.exists() else find(target)
-    if model is not None:
-        located(target)
-        is_bundled = bundled_drafter(model) is not None
-        if lookup and not is_bundled:
-            tell(f"No drafter is bundled for {model.id}. Using lookup, which copies from the text so far.")
-        if lookup or is_bundled:
-            return True
-    if path.exists() and bundled_for(path) is not None:
-        return True
-    is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
-    if is_path and not path.exists():
-        raise UsageError(
-            f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
-            "`blockdraft models` lists."
-        )
-    if target.endswith(".gguf"):
-        from blockdraft.formats.gguf import open_gguf
-
-        open_gguf(path)  # raises for a broken file
-    return False
+    loaded = load_drafter(drafter, target=target, **network.options())
+    if drafter is None and loaded.path is None:
+        remedy = f"To make one: blockdraft fit --target {target.path} --out DIR"
+        if target.path is not None and is_gguf(target.path) and has_head(open_gguf(target.path)):
+            remedy = "The file holds an MTP head: --drafter mtp drafts with it"
+        tell(f"No drafter is bundled for {target.path}. Using lookup, which copies from the text so far. {remedy}.")
+    return loaded

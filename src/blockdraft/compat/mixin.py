@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from blockdraft.compat.adapt import check_token_ids, decode_batch, sampling, stop_ids, without_padding
 from blockdraft.drafters import (
-    BUNDLED_DFLASH,
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
     Drafter,
@@ -71,7 +70,7 @@ class DFlashGenerationMixin:
         self.dflash_config = config = config or DFlashConfig()
         self.target = as_target(base_model)
         self.last_stats: list[Stats] = []
-        loaded = load_drafter(config.drafter or BUNDLED_DFLASH, target=self.target)
+        loaded = load_drafter(config.drafter or "bundled", target=self.target)
         if not isinstance(loaded, NetworkDrafter):
             raise UsageError(
                 f"drafter is {str(config.drafter)!r}, which is not a DFlash drafter; give a DFlash checkpoint."
