@@ -42,7 +42,7 @@ def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
     assert result.code == 0
     output = json.loads((out / "results.json").read_text())
     assert list(output["methods"]) == METHODS and list(output["sets"]) == ["first", "second"]
-    for methods in (output["methods"], *(entry["methods"] for entry in output["sets"].values())):
+    for methods in (output["methods"], *output["sets"].values()):
         assert list(methods) == METHODS
         for entry in methods.values():
             assert entry.keys() > METHOD_KEYS
@@ -50,7 +50,7 @@ def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
             assert entry["identical"] == 1.0
     assert output["methods"]["none"]["tau"] == output["methods"]["none"]["speedup"] == 1.0
     assert len(output["methods"]["chain:3"]["acceptance_by_position"]) == 2
-    assert {name: entry["methods"]["none"]["prompts"] for name, entry in output["sets"].items()} == {
+    assert {name: entry["none"]["prompts"] for name, entry in output["sets"].items()} == {
         "first": 2,
         "second": 1,
     }

@@ -53,7 +53,7 @@ class BenchSettings:
         None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
     )
     prompts: Files = Field((), description=PROMPTS)
-    out: Results = Field(None, description="Folder for results.json and results.png.")
+    out: Results = Field(None, description="Folder for results.json.")
     profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         False, description="Decode once more, and show where the time of a step goes."
     )
