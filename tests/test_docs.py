@@ -45,7 +45,6 @@ INSIDE = "an excerpt of the engine, with its names"
 PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
 SERVER = "needs a running server; tests/cli/test_bench_server.py has one"
 SERVE = "serves until it is stopped; tests/serving/test_run.py does that"
-TWO_DEVICES = "needs a second GPU; tests/cli/test_bench.py does that on a CPU"
 FIT = "takes hours; tests/tools/fit/test_run.py runs the steps"
 PULLS = "downloads a model; tests/models/test_pull.py has an index of its own"
 PULLED = "needs SmolLM2; tests/models runs it"
@@ -88,9 +87,6 @@ NOT_RUN = {
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
     "blockdraft serve --no-stored-prefixes": SERVE,
-    "blockdraft serve --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4": TWO_DEVICES,
-    "blockdraft bench --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4 --methods chain "
-    "--prompts PROMPTS.jsonl": TWO_DEVICES,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "blockdraft bench server http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": SERVER,

@@ -214,30 +214,6 @@ class Drafting:
 
 
 @settings
-class DraftModel:
-    """How drafters run; see `load_drafter`."""
-
-    drafter_device: str | None = Field(
-        None,
-        description="Device of a draft language model, such as cuda:1, or cpu next to a GPU; by default the target's.",
-    )
-    draft_ahead: int = Field(
-        0,
-        description="Number of verification outcomes that a draft language model drafts for while the target verifies. "
-        "It needs a device of its own.",
-    )
-    draft_vocab: Annotated[str | None, Flag(metavar="N|FILE")] = Field(
-        None,
-        description="Restrict drafting to some tokens, which makes it cheaper for drafters that use the target's "
-        "output head: the first N of the vocabulary, or a file with a list of token ids (JSON or .pt).",
-    )
-
-    def options(self) -> dict[str, Any]:
-        """Return keyword arguments of `load_drafter`."""
-        return {"device": self.drafter_device, "ahead": self.draft_ahead, "draft_vocab": self.draft_vocab}
-
-
-@settings
 class RequestDrafting:
     """Draft limits of one request, within those of its engine.
 

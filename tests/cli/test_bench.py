@@ -178,11 +178,3 @@ def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path:
     assert output.code == 2 and "no method has a drafter with a network" in output.err
     output = bench("--methods", "none,chain:4", *few[:-1], "no.json")
     assert output.code == 2 and "--draft-vocab is 'no.json', which is no file" in output.err
-
-
-def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path) -> None:
-    model = ("--drafter", tiny_target_dir, "--drafter-device", "cpu", "--draft-ahead", 2)
-    output = bench("--repeats", 1, "--methods", "chain:4", *model)
-    assert output.code == 0 and re.search(r"Drafted ahead: \d+ of \d+ outcomes", output.err)
-    output = bench("--repeats", 1, "--methods", "lookup", *model)
-    assert output.code == 2 and "lookup cannot run on cpu" in output.err

@@ -14,9 +14,9 @@ import typer
 from pydantic import Field, Strict
 
 from blockdraft.cli import display
-from blockdraft.cli.display import exit_on_interrupt, standard, tell
+from blockdraft.cli.display import exit_on_interrupt, standard
 from blockdraft.cli.options import DRAFTING, OUTPUT, SAMPLING, Only
-from blockdraft.cli.target import AsJson, DecodingTarget, DraftNetwork, Files, Overwrite, tell_unused
+from blockdraft.cli.target import DRAFT_VOCAB, AsJson, DecodingTarget, DraftVocab, Files, Overwrite, tell_unused
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
@@ -52,6 +52,7 @@ class BenchSettings:
     drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
         None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
     )
+    draft_vocab: DraftVocab = Field(None, description=DRAFT_VOCAB)
     prompts: Files = Field((), description=PROMPTS)
     out: Results = Field(None, description="Folder for results.json.")
     profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
@@ -63,7 +64,6 @@ def bench(
     *,
     model: DecodingTarget,
     options: BenchSettings,
-    network: DraftNetwork,
     measurement: MeasureSettings,
     sampling: Sampled,
     drafting: FixedDrafting = FIXED,
@@ -91,8 +91,8 @@ def bench(
     if options.out is not None:
         check_overwrite(options.out, [report.RESULTS], overwrite)
     speed.check_methods(methods)
-    target = model.load_for(None, network)
-    engines = speed.load_methods(methods, target, measurement.batch_size, network)
+    target = model.load_for(None, options.draft_vocab)
+    engines = speed.load_methods(methods, target, measurement.batch_size, options.draft_vocab)
     with exit_on_interrupt(DISCARDED), display.progress("answers") as progress:
         trials = speed.measure(engines, sets, params, measurement, progress)
         profiles = speed.profiles(engines, sets, params, measurement, trials, progress) if options.profile else None
@@ -100,13 +100,12 @@ def bench(
     arguments = {
         **asdict(model),
         **asdict(measurement),
-        **asdict(network),
         **_picked(params, "max_new_tokens temperature top_k top_p seed"),
         **_picked(drafting, "block_size draft_window draft_passes"),
         **_picked(target, "backend running vocab_size"),
         "methods": [method.name for method in methods],
         "prompts": [str(path) for path in options.prompts],
-        "drafter": options.drafter,
+        **_picked(options, "drafter draft_vocab"),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
@@ -123,8 +122,6 @@ def bench(
             print(measured.as_json(), end="")
         else:
             report.show(standard(), measured)
-        for note in {answers.ahead_note(engine.drafter) for engine in engines.values()}:
-            tell(note)
         sys.stdout.flush()  # a closed pipe still ends the command quietly here
 
 

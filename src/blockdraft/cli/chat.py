@@ -19,9 +19,7 @@ from blockdraft.cli.target import (
     DecodingTarget,
     DrafterSettings,
     DraftingOptions,
-    DraftNetwork,
     Sampling,
-    load_drafter_for,
     tell_unused,
 )
 from blockdraft.errors import BlockdraftError, UsageError
@@ -53,7 +51,6 @@ def chat(
     *,
     model: DecodingTarget,
     drafter: DrafterSettings,
-    network: DraftNetwork,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message at the beginning of the conversation.")
     ] = None,
@@ -71,8 +68,8 @@ def chat(
     with uncollected():
         from blockdraft.engine import Conversation, chat_engine
 
-        target = model.load_for(drafter.drafter, network)
-        loaded = load_drafter_for(target, drafter.drafter, network)
+        target = model.load_for(drafter.drafter, drafter.draft_vocab)
+        loaded = drafter.load(target)
     with chat_engine(target, loaded, drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         Chat(Conversation(engine, system), sampling, standard() if is_terminal else None).run()

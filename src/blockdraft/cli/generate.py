@@ -22,10 +22,8 @@ from blockdraft.cli.target import (
     DecodingTarget,
     DrafterSettings,
     DraftingOptions,
-    DraftNetwork,
     Sampling,
     exclude,
-    load_drafter_for,
     tell_unused,
 )
 from blockdraft.errors import UsageError
@@ -69,7 +67,6 @@ def generate(
     model: DecodingTarget,
     prompt: PromptArgument = None,
     drafter: DrafterSettings,
-    network: DraftNetwork,
     sampling: Sampling,
     drafting: DraftingOptions,
     options: GenerateSettings,
@@ -106,13 +103,12 @@ def generate(
 
         peak = PeakMemory() if as_json else None  # on top of what the imports take
         size = {"max_batch_size": options.batch_size or 1} if options.batch_size or not options.prompts else {}
-        target = model.load_for(drafter.drafter, network)
-        loaded = load_drafter_for(target, drafter.drafter, network)
+        target = model.load_for(drafter.drafter, drafter.draft_vocab)
+        loaded = drafter.load(target)
         engine = Engine(target, loaded, drafting=drafting, **size)
 
     if options.prompts:
         _answer_all(engine, prompts, params)
-        tell(answers.ahead_note(engine.drafter))
         return
     [text] = prompts
     if options.suffix is not None:
@@ -138,7 +134,6 @@ def generate(
             answers.show_comparison(console, comparison)
     sys.stdout.flush()  # a closed pipe still ends the command quietly here
     tell(answers.slower_note(engine, comparison) if comparison else None)
-    tell(answers.ahead_note(engine.drafter))
 
 
 def _answer_all(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> None:

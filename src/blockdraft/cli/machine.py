@@ -17,11 +17,10 @@ import typer
 
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import Only, add
-from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings, load_drafter_for
+from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.tables import new_table
-from blockdraft.types import DraftModel
 
 if TYPE_CHECKING:
     from blockdraft.engine import Costs
@@ -206,8 +205,8 @@ def calibrate(
     from blockdraft.engine.adaptive import costs as stored_costs
     from blockdraft.engine.adaptive.costs import Probe
 
-    target = model.load_for(drafter.drafter)
-    loaded = load_drafter_for(target, drafter.drafter, DraftModel())
+    target = model.load_for(drafter.drafter, drafter.draft_vocab)
+    loaded = drafter.load(target)
     file = stored_costs.path(target, loaded)
     costs = None if anew else stored_costs.load(file)
     if costs is None:

@@ -13,12 +13,10 @@ from blockdraft.cli.target import (
     DecodingTarget,
     DrafterSettings,
     DraftingOptions,
-    DraftNetwork,
-    load_drafter_for,
 )
 from blockdraft.errors import UsageError
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
-from blockdraft.types import DEFAULT_BACKEND, DraftModel
+from blockdraft.types import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     import socket
@@ -35,7 +33,6 @@ def serve(
     *,
     model: DecodingTarget,
     drafter: DrafterSettings,
-    network: DraftNetwork,
     drafting: DraftingOptions,
     settings: ServeSettings,
 ) -> None:
@@ -55,7 +52,7 @@ def serve(
     usual, *others = settings.backends or _default_backends(model)
     with server.bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
-        load = partial(_engine, model, drafter.drafter, network, drafting, settings)
+        load = partial(_engine, model, drafter, drafting, settings)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
@@ -81,8 +78,7 @@ def _default_backends(model: DecodingSettings) -> tuple[str, ...]:
 
 def _engine(
     model: DecodingSettings,
-    drafter: str | None,
-    network: DraftModel,
+    drafter: DrafterSettings,
     drafting: Drafting,
     settings: ServeSettings,
     backend: str,
@@ -90,11 +86,11 @@ def _engine(
     from blockdraft.engine import Engine
     from blockdraft.engine.prefix_store import STORED_TOKENS
 
-    target = replace(model, backend=backend).load_for(drafter, network)
+    target = replace(model, backend=backend).load_for(drafter.drafter, drafter.draft_vocab)
     cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, target.device.type == "cpu")
     return Engine(
         target,
-        load_drafter_for(target, drafter, network),
+        drafter.load(target),
         settings.max_batch_size,
         drafting,
         prefix_tokens=prefix_tokens,

@@ -23,7 +23,6 @@ from blockdraft.types import (
     Backend,
     Compile,
     Drafting,
-    DraftModel,
     KVDtype,
     Quantize,
     SamplingParams,
@@ -45,12 +44,17 @@ Overwrite = Annotated[
 Folder = Annotated[Path, Flag(metavar="DIR")]
 Files = Annotated[tuple[Path, ...], Flag(metavar="FILE", repeat=True, panel=DATA)]
 
+DraftVocab = Annotated[str | None, Flag(metavar="N|FILE", panel=DRAFTING)]
+DRAFT_VOCAB = (
+    "Restrict drafting to some tokens, which makes it cheaper for drafters that use the target's output head: the "
+    "first N of the vocabulary, or a file with a list of token ids (JSON or .pt)."
+)
+
 SAMPLING_FLAGS = (
     "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop seed"
 )
 Sampling = Annotated[SamplingParams, Only(SAMPLING_FLAGS, SAMPLING)]
 DraftingOptions = Annotated[Drafting, Only("block_size tree_budget draft_window draft_passes sampled", DRAFTING)]
-DraftNetwork = Annotated[DraftModel, Only(panel=DRAFTING)]
 Records = Annotated[RecordSettings, Only("split subset", DATA)]
 RecordFields = Annotated[RecordSettings, Only("split subset text_field prompt_field response_field", DATA)]
 
@@ -140,19 +144,14 @@ class DecodingSettings(TargetSettings):
         "any batch. Targets compiled for a CPU always do; others become slower.",
     )
 
-    def load_for(self, drafter: str | None = None, network: DraftModel | None = None) -> Target:
-        """Load the target, after a check of what can be known without it.
-
-        Args:
-            drafter: Drafter that must exist.
-            network: Its draft vocabulary must be readable.
-        """
+    def load_for(self, drafter: str | None = None, draft_vocab: str | None = None) -> Target:
+        """Load the target, after a check that a drafter exists and a draft vocabulary is readable."""
         from blockdraft.drafters import check_draft_vocab, check_place
         from blockdraft.models import TINY, default_target
 
         template = None if self.chat_template is None else read_template(self.chat_template)
-        if network is not None and network.draft_vocab is not None:
-            check_draft_vocab(network.draft_vocab)
+        if draft_vocab is not None:
+            check_draft_vocab(draft_vocab)
         if drafter is not None:
             check_place(drafter)
         if self.target is None and default_target().is_relative_to(TINY) and sys.stderr.isatty():
@@ -213,6 +212,21 @@ class DrafterSettings:
         "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that have "
         "one; others get lookup). A + combines several, as in lookup+DIR.",
     )
+    draft_vocab: DraftVocab = Field(None, description=DRAFT_VOCAB)
+
+    def load(self, target: Target) -> Drafter:
+        """Load the named drafter, else the target's bundled one, else lookup, with a note on how to get another."""
+        from blockdraft.drafters import load_drafter
+        from blockdraft.formats.gguf import is_gguf, open_gguf
+        from blockdraft.targets import has_head
+
+        drafter = load_drafter(self.drafter, target=target, draft_vocab=self.draft_vocab)
+        if self.drafter is None and drafter.path is None:
+            remedy = f"To make one: blockdraft fit --target {target.path} --out DIR"
+            if target.path is not None and is_gguf(target.path) and has_head(open_gguf(target.path)):
+                remedy = "The file holds an MTP head: --drafter mtp drafts with it"
+            tell(f"No drafter is bundled for {target.path}. Using lookup, which copies from the text so far. {remedy}.")
+        return drafter
 
 
 def load(
@@ -272,18 +286,3 @@ def exclude(option: str, *others: tuple[str, object]) -> None:
     for name, value in others:
         if value not in (None, False, ()):
             raise UsageError(f"{option} and {name} exclude each other; leave one of them out.")
-
-
-def load_drafter_for(target: Target, drafter: str | None, network: DraftModel) -> Drafter:
-    """Load the named drafter, else the target's bundled one, else lookup, with a note on how to get a better one."""
-    from blockdraft.drafters import load_drafter
-    from blockdraft.formats.gguf import is_gguf, open_gguf
-    from blockdraft.targets import has_head
-
-    loaded = load_drafter(drafter, target=target, **network.options())
-    if drafter is None and loaded.path is None:
-        remedy = f"To make one: blockdraft fit --target {target.path} --out DIR"
-        if target.path is not None and is_gguf(target.path) and has_head(open_gguf(target.path)):
-            remedy = "The file holds an MTP head: --drafter mtp drafts with it"
-        tell(f"No drafter is bundled for {target.path}. Using lookup, which copies from the text so far. {remedy}.")
-    return loaded

@@ -4,7 +4,6 @@ A kind of drafter with a network is a folder of this package, any other kind a f
 `blockdraft.plugins` lists all of them.
 """
 
-from blockdraft.drafters.ahead import hits
 from blockdraft.drafters.base import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
@@ -46,7 +45,6 @@ __all__ = [
     "drafter_of",
     "drafter_path",
     "entries",
-    "hits",
     "joined",
     "load_drafter",
     "slots_behind",

@@ -55,7 +55,6 @@ class Drafter(Protocol):
         has_target_head: Whether it scores tokens by the target's output projection, or by the rows of it in
             `target.draft_head`.
         draft_vocab: Number of these rows; None is all.
-        device: Device that it drafts on; None is the target's device.
         compile_reason: Reason why its network is not compiled for a CPU; None if it is, or without a network.
         bits: Bits to which its weights are quantized next to its target; None if they are not.
         slots_beside: Maximum number of KV slots behind a sequence that a draft uses.
@@ -78,10 +77,6 @@ class Drafter(Protocol):
     def kind(self) -> str:
         """Name of its kind, which is that of its file or folder in this package."""
         return type(self).__module__.removeprefix(f"{__package__}.").partition(".")[0]
-
-    @property
-    def device(self) -> torch.device | None:
-        return None
 
     @property
     def compile_reason(self) -> str | None:
@@ -176,8 +171,6 @@ class DrafterSpec:
         network: Class of the network that training makes; None without a network.
         layouts: Names of the layouts that can hold it. Training writes the first.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
-        load_on: Function that loads it onto another device than the target's; None for a kind that reads the target's
-            hidden states or has no model.
         cost: Cost of running published drafters of the kind.
     """
 
@@ -188,7 +181,6 @@ class DrafterSpec:
     network: type[nn.Module] | None = None
     layouts: tuple[str, ...] = ()
     drafter: Callable[[Any, Target], Drafter] | None = None
-    load_on: Callable[[Path, Target, torch.device], Drafter] | None = None
     cost: DraftCost = DraftCost()
 
 

@@ -9,10 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
-from blockdraft.drafters.ahead import draft_ahead, on_its_own
 from blockdraft.drafters.base import Drafter, DrafterSpec, NetworkDrafter
 from blockdraft.drafters.draft_vocab import DraftVocab, read_draft_vocab
 from blockdraft.errors import UsageError, describe
@@ -25,7 +23,7 @@ from blockdraft.models import TINY, alike, bundled_drafter, catalogue, located, 
 from blockdraft.models.catalogue import BUNDLED as IN_PACKAGE
 from blockdraft.plugins import drafter_modules
 from blockdraft.targets import Target, causal_lm, describe_target, other_target_warning, with_draft_vocab
-from blockdraft.types import JOINT, DraftModel
+from blockdraft.types import JOINT
 
 BUNDLED = "bundled"
 TINY_DRAFTER = TINY / "drafter"
@@ -87,9 +85,7 @@ def load_drafter(
     path: str | Path | None = None,
     *,
     target: Target,
-    device: str | torch.device | None = DraftModel.drafter_device,
-    ahead: int = DraftModel.draft_ahead,
-    draft_vocab: DraftVocab | None = DraftModel.draft_vocab,
+    draft_vocab: DraftVocab | None = None,
 ) -> Drafter:
     """Load the drafter of a target.
 
@@ -102,32 +98,20 @@ def load_drafter(
             "lookup+bundled", draft together.
         target: Target to draft for. The drafter gets its dtype and device. A warning is logged if the drafter was
             trained for another target of the same shape.
-        device: Device of a smaller language model, such as "cuda:1", or "cpu" next to a GPU; None is the target's. In a
-            hybrid drafter, it applies to the language models only.
-        ahead: Number of possible outcomes of a verification for which such a model drafts while the verification runs;
-            0 is none. Needs `device`.
         draft_vocab: Tokens that a drafter with the target's output projection may draft, so that it reads only these
             rows of the projection; see `read_draft_vocab`. In a hybrid drafter, it applies to such members. None is all
             tokens.
 
     Raises:
         ValueError: Unknown folder or architecture, unreadable weights, a drafter for another target, a hybrid that
-            names a drafter twice or has a member that drafts nothing, or a `device` or `draft_vocab` for a drafter that
-            cannot use one.
+            names a drafter twice or has a member that drafts nothing, or a `draft_vocab` for a drafter that cannot use
+            one.
     """
-    own_device = on_its_own(device, ahead, target)
     kept = None if draft_vocab is None else read_draft_vocab(draft_vocab, target)
     paths = [path] if path is None else joined(path)
     # Each drafter packs its own rows of the output projection.
     hosts = [target if kept is None else with_draft_vocab(target, kept) for _ in paths]
-    loaded = [_load(member, host, own_device, ahead) for member, host in zip(paths, hosts, strict=True)]
-    if own_device is not None and not any(moved for _, moved in loaded):
-        raise UsageError(
-            f"The drafter {path or BUNDLED} cannot run on {own_device} beside a target on {target.device}: only a "
-            "smaller language model can, because it reads nothing but tokens. Name such a model, or leave the device "
-            "out."
-        )
-    drafters = [drafter for drafter, _ in loaded]
+    drafters = [_load(member, host) for member, host in zip(paths, hosts, strict=True)]
     whole = drafters[0] if len(drafters) == 1 else entries()["hybrid"].load(drafters, target)
     if kept is not None:
         for drafter, host in zip(drafters, hosts, strict=True):
@@ -199,14 +183,14 @@ def joined(path: str | Path) -> list[str]:
     return members
 
 
-def _load(path: str | Path | None, target: Target, device: torch.device | None, ahead: int) -> tuple[Drafter, bool]:
-    """Load one drafter. The flag is whether it runs on `device` instead of the target's."""
+def _load(path: str | Path | None, target: Target) -> Drafter:
+    """Load one drafter."""
     kinds = entries()
     if path is None or str(path) == BUNDLED:
         own = None if target.path is None else bundled_for(target.path)
         path = own or ("lookup" if path is None else TINY_DRAFTER)
     if str(path) in kinds and kinds[str(path)].by_name:
-        return kinds[str(path)].load(None, target), False
+        return kinds[str(path)].load(None, target)
     folder = drafter_path(path)
     config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, str(path))
     architectures = config.get("architectures")
@@ -218,24 +202,19 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
         raise UsageError(
             f"{folder} has the architectures {architectures}; use a drafter of one of the known kinds: {known}."
         )
-    entry, moved = claimants[0], device is not None and claimants[0].load_on is not None
     other = _made_for_another(str(path), config, target) if source is None else None
-    if device is not None and entry.load_on is not None:
-        drafter = entry.load_on(folder, target, device)
-        drafter = draft_ahead(drafter, target, ahead) if ahead else drafter
-    else:
-        try:
-            drafter = entry.load(folder, target)
-        except UsageError as error:
-            if other is None:
-                raise
-            raise UsageError(f"{error} {other}") from error
+    try:
+        drafter = claimants[0].load(folder, target)
+    except UsageError as error:
+        if other is None:
+            raise
+        raise UsageError(f"{error} {other}") from error
     warning = other_target_warning(folder, source, target)
     if other is not None:
         warning = f"{other} The output stays the target's own, but tau may be low."
     if warning:
         logging.getLogger(__name__).warning(warning)
-    return drafter, moved
+    return drafter
 
 
 def _made_for_another(drafter: str, config: dict[str, Any], target: Target) -> str | None:
