@@ -50,7 +50,7 @@ class BenchSettings:
 
     methods: Annotated[str, Flag(metavar="NAME,...")] = Field(f"{PLAIN},{CHAIN},{TREE}", description=METHODS)
     drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
-        None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
+        None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one, else lookup."
     )
     draft_vocab: DraftVocab = Field(None, description=DRAFT_VOCAB)
     prompts: Files = Field((), description=PROMPTS)

@@ -24,6 +24,7 @@ from blockdraft.diffusion.noise import Noise, training_noise
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
 from blockdraft.diffusion.text import PackedTexts, Tokens, seed_of, sequence_length
 from blockdraft.errors import UsageError, counted
+from blockdraft.nn.denoiser import Denoiser
 from blockdraft.targets import weights_fingerprint
 from blockdraft.training import checkpoints, preflight
 from blockdraft.training.checkpoints import gather_state, restore_state
@@ -213,7 +214,7 @@ class _DiffusionRun(Run):
         if not self.data.num_held_out:
             return {}, ""
         settings = LikelihoodSettings(length=self.data.length, draws=EVAL_DRAWS, batch=self.batch)
-        averaged = replace(self.model, network=self.average.module.eval())
+        averaged = replace(self.model, network=cast(Denoiser, self.average.module.eval()))
         with self.accelerator.autocast():
             bits = likelihood(averaged, self.data.held_out(), settings).bits_per_token
         return {"held_out_bits": bits}, f", held out {bits:.3f} bits a token"

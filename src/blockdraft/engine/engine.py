@@ -260,7 +260,7 @@ class Engine:
         """Answer one prompt from a coroutine, as `stream`. Another thread tokenizes the prompt."""
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
         request = await asyncio.to_thread(self.request, prompt, params or SamplingParams(), drafting, trace)
-        request.listener = partial(loop.call_soon_threadsafe, chunks.put_nowait)
+        request.listener = lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk)
         self._begin([request])  # not in the other thread: a cancelled coroutine would leave the request running
         try:
             while True:

@@ -170,11 +170,10 @@ def loss_note(loss: float, target: Target) -> str | None:
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, keep: int) -> None:
-    """Raise UsageError if `out` holds something else, a folder cannot be written, or the disk is too small."""
+    """Raise UsageError if `out` is of no run, the run's folder cannot be written, or the disk is too small."""
     if out.exists() and not folder.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
     try:
-        check_writable(out)
         folder.mkdir(parents=True, exist_ok=True)
         check_writable(folder / "measured")
     except OSError as error:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from blockdraft.drafters import entries
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import clear_remains
+from blockdraft.formats import check_writable
 from blockdraft.machine import wait_for
 from blockdraft.training import checkpoints, preflight
 from blockdraft.training.batches import Batch, Batches
@@ -104,6 +105,7 @@ class Trainer(Run):
             clear_remains(self.folder / "measured")
         self.is_new = not self.folder.exists()
         preflight.check_folder(out, self.folder, network, recipe.keep)
+        check_writable(out)
         identity = preflight.identity(job.variant, target, data, recipe, self.variant.free_fields)
         if state:
             preflight.check_same(self.folder, state["identity"], identity)
