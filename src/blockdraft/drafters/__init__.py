@@ -5,13 +5,11 @@ A kind of drafter with a network is a folder of this package, any other kind a f
 """
 
 from blockdraft.drafters.base import (
-    DIFFUSION_STEPS,
     NOISE_SCHEDULE,
+    NOISE_SCHEDULES,
     DraftCost,
     Drafter,
     DrafterSpec,
-    NetworkDrafter,
-    check_refinement,
     slots_behind,
 )
 from blockdraft.drafters.draft_vocab import check_draft_vocab
@@ -29,18 +27,16 @@ from blockdraft.drafters.load import (
 )
 
 __all__ = [
-    "DIFFUSION_STEPS",
     "NOISE_SCHEDULE",
+    "NOISE_SCHEDULES",
     "TINY_DRAFTER",
     "DraftCost",
     "Drafter",
     "DrafterSpec",
-    "NetworkDrafter",
     "as_given",
     "bundled_for",
     "check_draft_vocab",
     "check_place",
-    "check_refinement",
     "drafter_files",
     "drafter_of",
     "drafter_path",

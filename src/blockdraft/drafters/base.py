@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
-from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
@@ -28,15 +27,7 @@ NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
 }
 
-DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
-
-
-def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
-    """Raise a UsageError if there is no draft pass or the schedule is unknown."""
-    if diffusion_steps < 1:
-        raise UsageError(f"diffusion_steps must be at least 1, got {diffusion_steps}.")
-    if noise_schedule not in NOISE_SCHEDULES:
-        raise UsageError(f"noise_schedule must be one of {sorted(NOISE_SCHEDULES)}, got {noise_schedule!r}.")
+NOISE_SCHEDULE = "cosine"  # unless another one is chosen
 
 
 class Drafter(Protocol):
@@ -277,24 +268,3 @@ class RunnerDrafter(Drafter):
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return cast(int, self._run.workspace_bytes(batch, nodes, slots))
-
-
-@runtime_checkable
-class NetworkDrafter(Drafter, Protocol):
-    """Drafter with a draft network, which runs in one or several passes per block.
-
-    Attributes:
-        network: Draft network, already on the target's device and in its dtype.
-        config: Configuration of the network.
-    """
-
-    network: nn.Module
-    config: DraftConfig
-
-    def adapted(
-        self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
-    ) -> NetworkDrafter:
-        """Return a copy of this drafter for a target, with this number and schedule of draft passes.
-
-        None keeps the present value.
-        """

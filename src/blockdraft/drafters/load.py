@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from blockdraft.drafters.base import Drafter, DrafterSpec, NetworkDrafter
+from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.drafters.draft_vocab import DraftVocab, read_draft_vocab
 from blockdraft.errors import UsageError, describe
 from blockdraft.formats import Trained, read_config
@@ -258,7 +258,7 @@ def _read_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
     return raw, Trained.read(raw).target
 
 
-def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
+def drafter_of(network: nn.Module, target: Target) -> Drafter:
     """Return a drafter that runs this network, which is moved to the target's device and dtype.
 
     Raises:
@@ -269,7 +269,7 @@ def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
     kinds = {entry.network: entry.drafter for entry in entries().values() if entry.network and entry.drafter}
     for network_class in type(network).__mro__:  # its own class, or the closest base class
         if network_class in kinds:
-            return cast(NetworkDrafter, kinds[network_class](network, target))
+            return kinds[network_class](network, target)
     known = sorted(kind.__name__ for kind in kinds)
     raise UsageError(f"No drafter runs a {type(network).__name__}; give one of {known} or use load_drafter.")
 
