@@ -103,6 +103,7 @@ class Controller:
         self._drafter, self._drafting = drafter, drafting
         self._block_size = drafting.block_size if isinstance(drafting.block_size, int) else drafter.block_size
         self._tree = drafting.tree_budget != 0
+        self.automatic = self._block_size > 1 and drafting.automatic  # whether the policy decides anything
         chooses = drafter.chooses_tree_size if self._tree else drafter.chooses_length
         self._drafter_chooses = self.automatic and chooses
         self._costs, self._now = cache(lambda: load_costs(drafter)), now
@@ -119,11 +120,6 @@ class Controller:
         self._paused = False
         self._decision: Decision | None = None  # for the planned step; None if there was nothing to decide
         self._hold, self._requests = 0, list[Request]()  # steps for which the decision still holds, and its requests
-
-    @property
-    def automatic(self) -> bool:
-        """Whether the policy decides anything."""
-        return self._block_size > 1 and self._drafting.automatic
 
     @property
     def max_draft_tokens(self) -> int:
