@@ -44,7 +44,6 @@ PAGES = sorted(
 INSIDE = "an excerpt of the engine, with its names"
 PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
 SERVER = "needs a running server; tests/cli/test_bench_server.py has one"
-SUITE = "downloads datasets; tests/cli/test_bench_suite.py has a few rows of some"
 SERVE = "serves until it is stopped; tests/serving/test_run.py does that"
 FIT = "takes hours; tests/tools/fit/test_run.py runs the steps"
 PULLS = "downloads a model; tests/models/test_pull.py has an index of its own"
@@ -94,10 +93,6 @@ NOT_RUN = {
     "blockdraft export bundled --target smollm2 --out smollm2-drafter": PULLED,
     "blockdraft inspect smollm2-drafter --target smollm2-dense": PULLED,
     "import openvino_genai as ov": "tests/engines/test_openvino.py runs that engine",
-    "blockdraft bench suite --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --temperature 0,1 --out "
-    "paper": SUITE,
-    "blockdraft bench suite --suite-data DIR --tasks gsm8k,mt-bench --limit 20 --target TARGET --drafter "
-    "DRAFTER --out paper": SUITE,
     "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
     "tests/tools/test_push.py has a stand-in for it",
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",

@@ -8,7 +8,7 @@ import pytest
 from thinned import thinned
 
 import blockdraft
-from blockdraft.drafters import bundled
+from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.engine import mean_tau
 from blockdraft.formats import read_config
 
@@ -23,7 +23,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=sorted({*bundled().values()}), ids=lambda folder: folder.name)
+@pytest.fixture(scope="module", params=[TINY_DRAFTER], ids=lambda folder: folder.name)
 def engine(request: pytest.FixtureRequest) -> blockdraft.Engine:
     target = blockdraft.load_target()
     return blockdraft.Engine(
@@ -39,10 +39,10 @@ def plain(engine: blockdraft.Engine) -> blockdraft.Engine:
 def test_files_are_small_and_complete() -> None:
     files = [file for file in PAIR.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 40e6
-    for folder in (PAIR / "target", *bundled().values()):
+    for folder in (PAIR / "target", TINY_DRAFTER):
         assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in folder.iterdir()}
         assert read_config(folder)["rope_theta"] == 1e4  # where readers of before transformers 5 look for it
-    assert read_config(bundled()["bundled-dflash"])["architectures"] == ["DFlashDraftModel"]
+    assert read_config(TINY_DRAFTER)["architectures"] == ["DFlashDraftModel"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """Values that are accepted, and how others are refused."""
 
-import copy
-import inspect
-import pickle
 from dataclasses import fields, replace
 from typing import Any
 
@@ -97,7 +94,6 @@ def test_biases_are_kept_as_pairs() -> None:
         ({"draft_passes": 0}, "draft_passes must be at least 1, got 0"),
         ({"sampled": 1}, "sampled must be true or false, got 1"),
         ({"sampled": True, "tree_budget": "auto"}, "tree_budget must be a number .*, got 'auto'"),
-        ({"sampled": True, "tree_budget": 3, "block_size": "auto"}, "block_size must be a number .*, got 'auto'"),
     ],
 )
 def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -105,21 +101,9 @@ def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:
         Drafting(**fields)
 
 
-def test_draft_length_is_adaptive_by_default() -> None:
-    assert Drafting().block_size == Drafting(draft_window=9).block_size == "auto"
-    assert Drafting(None).block_size is None  # whole blocks
-    assert Drafting(tree_budget=4).block_size is Drafting(tree_budget="auto").block_size is None
-    assert Drafting(sampled=True).block_size is None
-    assert Drafting(3).block_size == 3
-
-
-def test_a_changed_drafting_has_the_defaults_of_what_it_is_now() -> None:
-    assert replace(Drafting(), sampled=True, tree_budget=4) == Drafting(sampled=True, tree_budget=4)
-    assert replace(Drafting(), tree_budget=8).block_size is None
-    assert replace(Drafting("auto"), tree_budget=8).block_size == "auto"  # which was asked for
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(Drafting())))
-    assert copied == Drafting() and replace(copied, tree_budget=8).block_size is None
-    assert inspect.signature(Drafting).parameters["block_size"].default == "auto"
+def test_chains_are_adaptive_by_default() -> None:
+    assert Drafting().automatic and Drafting(sampled=True).automatic and Drafting(None, "auto").automatic
+    assert not any(fixed.automatic for fixed in (Drafting(None), Drafting(3), Drafting(tree_budget=4)))
 
 
 def test_good_drafting() -> None:

@@ -1,6 +1,5 @@
 """Tiny random models that the tests share. Their answers are nonsense, which leaves the decoding of nonsense exact."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from accelerate.state import AcceleratorState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft import drafters
 from blockdraft.data.documents import Document, tokenizer_fingerprint
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -144,17 +142,6 @@ def tiny_dspark_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: 
     network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
     return folder
-
-
-@pytest.fixture
-def two_kinds(
-    tmp_path: Path, tiny_drafter_dir: Path, tiny_dspark_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, Path]:
-    """Two tiny drafters in place of what is bundled: the DFlash one, and a DSpark one beside it."""
-    pair = tmp_path / "pair"
-    monkeypatch.setattr(drafters, "PAIR", pair)
-    dflash, dspark = pair / "drafter", pair / "drafter-dspark"
-    return shutil.copytree(tiny_drafter_dir, dflash), shutil.copytree(tiny_dspark_dir, dspark)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from benchmarks.gpu.measure import PARAMS, copy_bandwidth, time_step
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
 from benchmarks.harness.command import tell
 from blockdraft.decode.proposal import ChainPlan
-from blockdraft.drafters import BUNDLED_DFLASH, load_drafter
+from blockdraft.drafters import load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine.adaptive.costs import Probe
@@ -35,8 +35,8 @@ SAMPLED = SamplingParams(48, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True
 GREEDY = SamplingParams(48, ignore_eos=True)
 DRAFTS: dict[str, tuple[Any, Drafting]] = {
     "plain": ("none", Drafting(None)),
-    "chain": (BUNDLED_DFLASH, Drafting(8)),
-    "tree": (BUNDLED_DFLASH, Drafting(tree_budget=16)),
+    "chain": ("bundled", Drafting(8)),
+    "tree": ("bundled", Drafting(tree_budget=16)),
 }
 EAGER: dict[str, Any] = {"backend": "native", "compile": "off"}
 

@@ -130,7 +130,7 @@ def measure(kind: str, seed: int, temperature: float, drafter: Path | str, given
     return [
         Measured(kind, seed, temperature, prompt_set, method, figures)
         for prompt_set, one in sets.items()
-        for method, figures in one["methods"].items()
+        for method, figures in one.items()
         if method != "none" and figures["tau"] is not None
     ]
 

@@ -1,8 +1,4 @@
-"""Step 9: copy the pair into the package and write its model cards from the measured figures.
-
-A second drafter is bundled, and then drafts by default, where `figures.json` says that it decodes the wide pair clearly
-faster than the DFlash one.
-"""
+"""Step 9: copy the pair into the package and write its model cards from the measured figures."""
 
 import argparse
 import json
@@ -14,8 +10,6 @@ from typing import Any
 from making import Took, answers_kept, digest, took_drafter, took_target
 from safetensors import safe_open
 
-from blockdraft.drafters.dflash2.network import DFlash2Config
-from blockdraft.drafters.dspark.network import DSparkConfig
 from blockdraft.formats import read_config, zlab
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.types import CPU_BLOCK_SIZE
@@ -23,7 +17,6 @@ from blockdraft.types import CPU_BLOCK_SIZE
 PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair/tiny"
 KEPT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 KEPT |= {"chat_template.jinja", "special_tokens_map.json"}
-FASTER = 1.10  # least speed over the DFlash drafter's for which a second one is bundled
 MAX_BYTES = 40e6  # of the pair
 TARGET, DFLASH = "target", "drafter"
 
@@ -58,7 +51,7 @@ DRAFTER_CARD = """\
 ---
 license: apache-2.0
 ---
-# {title}
+# The bundled drafter
 
 {intro} Trained by `recipes/tiny` on the target's own answers to training prompts, greedy and sampled.
 
@@ -78,21 +71,6 @@ DFLASH_INTRO = """\
 A DFlash v1 drafter (arXiv 2602.06036) of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks
 of {block_size} tokens, target layers {target_layers}, bidirectional full attention, taught by D-PACE and distillation.
 Every engine that reads DFlash reads it."""
-SECOND_INTRO = """\
-A {kind} of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks of {block_size},
-target layers {target_layers}, {more}.
-It began with the weights of the bundled DFlash drafter (`bundled-dflash`), and drafts by default in its place, since a
-pair of {wide:.0f} M parameters that says the same words decodes {over:.2f} times as fast with it."""
-
-
-def second_facts(config: DraftConfig) -> dict[str, str]:
-    """Return the kind of a second drafter, and what it adds to DFlash."""
-    if isinstance(config, DSparkConfig):
-        more = f"a bias of rank {config.markov_rank} by the token before, a confidence head"
-        return {"kind": "DSpark drafter (arXiv 2607.05147)", "more": more}
-    assert isinstance(config, DFlash2Config), f"no card for a {type(config).__name__}"
-    selector = f"a selector of rank {config.selector_rank} among {config.selector_top_k} candidates of each slot"
-    return {"kind": "DFlash2 drafter", "more": f"convolutions over {config.conv_kernel_size} slots, {selector}"}
 
 
 def parameters(folder: Path) -> float:
@@ -105,23 +83,6 @@ def parameters(folder: Path) -> float:
                 count *= size
             total += count
     return total / 1e6
-
-
-def second_drafter(figures: dict[str, Any]) -> str | None:
-    """Return the name of the fastest drafter that is clearly faster than DFlash, or None."""
-    over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
-    best = max(over, key=lambda name: over[name], default=None)
-    return best if best is not None and over[best] >= FASTER else None
-
-
-def said_of(figures: dict[str, Any], chosen: str | None) -> str:
-    """Return a sentence about the drafters besides DFlash."""
-    over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
-    if not over:
-        return f"only {DFLASH} is bundled: figures.json compares no other with it (measure.py --wide)"
-    speeds = ", ".join(f"{name} {times:.2f} times as fast as {DFLASH}" for name, times in over.items())
-    verdict = f"{chosen} is bundled too and drafts by default" if chosen else f"only {DFLASH} is bundled"
-    return f"{verdict}: the wide pair decodes with {speeds}, and {FASTER:.2f} is the threshold"
 
 
 def making_table(rows: list[Took], note: str = "") -> str:
@@ -174,7 +135,7 @@ def rows_of(name: str, sets: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def drafter_card(name: str, folder: Path, figures: dict[str, Any], making: str) -> str:
+def drafter_card(folder: Path, figures: dict[str, Any], making: str) -> str:
     config: DraftConfig = zlab.read_config(folder)
     sets: dict[str, Any] = figures["sets"]
     facts: dict[str, Any] = {
@@ -183,19 +144,13 @@ def drafter_card(name: str, folder: Path, figures: dict[str, Any], making: str) 
         "block_size": config.block_size,
         "target_layers": ", ".join(map(str, config.target_layers)),
     }
-    title, intro = "The bundled drafter", DFLASH_INTRO
-    if name != DFLASH:
-        title, intro, wide = "The bundled drafter that drafts by default", SECOND_INTRO, figures["wide"]
-        facts |= second_facts(config)
-        facts |= {"wide": wide["parameters"] / 1e6, "over": wide["over_first"][name]}
     positions = {
-        key: " ".join(f"{share:.2f}" for share in each["drafters"][name]["acceptance_by_position"])
+        key: " ".join(f"{share:.2f}" for share in each["drafters"][DFLASH]["acceptance_by_position"])
         for key, each in sets.items()
     }
     return DRAFTER_CARD.format(
-        title=title,
-        intro=intro.format(**facts),
-        rows=rows_of(name, [sets["gsm8k"], sets["humaneval"]]),
+        intro=DFLASH_INTRO.format(**facts),
+        rows=rows_of(DFLASH, [sets["gsm8k"], sets["humaneval"]]),
         positions=f"- GSM8K: {positions['gsm8k']}\n- HumanEval: {positions['humaneval']}",
         making=making,
         **sets,
@@ -209,9 +164,7 @@ def bundle(build: Path, out: Path) -> str:
         Report of what was done.
     """
     figures: dict[str, Any] = json.loads((build / "figures.json").read_text(encoding="utf-8"))
-    second = second_drafter(figures)
-    names = [TARGET, DFLASH, *([second] if second else [])]
-    for name in names:
+    for name in (TARGET, DFLASH):
         if digest(build / name) != figures["weights"][name]:
             sys.exit(
                 f"figures.json was measured with other weights of {name} than {build / name} holds; "
@@ -219,28 +172,26 @@ def bundle(build: Path, out: Path) -> str:
             )
     answers, tokens = answers_kept([build / "answers.jsonl", build / "hard_answers.jsonl"])
     learned = f"Learned from {answers:,} answers, {tokens:,} tokens." if answers else ""
-    cards = {TARGET: target_card(build / TARGET, figures, took_target(build / TARGET))}
-    for name in names[1:]:
-        took = [row for row in (took_drafter(build / each) for each in dict.fromkeys((DFLASH, name))) if row]
-        cards[name] = drafter_card(name, build / name, figures, making_table(took, learned))
-    files = {name: [file for file in sorted((build / name).iterdir()) if file.name in KEPT] for name in names}
+    took = took_drafter(build / DFLASH)
+    cards = {
+        TARGET: target_card(build / TARGET, figures, took_target(build / TARGET)),
+        DFLASH: drafter_card(build / DFLASH, figures, making_table([took] if took else [], learned)),
+    }
+    files = {name: [file for file in sorted((build / name).iterdir()) if file.name in KEPT] for name in cards}
     size = sum(file.stat().st_size for each in files.values() for file in each)
     size += sum(len(card.encode()) for card in cards.values())
     if size > MAX_BYTES:
         sys.exit(
-            f"The pair would take {size / 1e6:.1f} MB ({', '.join(names)}), and {MAX_BYTES / 1e6:g} MB is the limit; "
-            "nothing was copied. Make a drafter smaller (in its TOML file), or measure without the second one."
+            f"The pair would take {size / 1e6:.1f} MB, and {MAX_BYTES / 1e6:g} MB is the limit; nothing was copied. "
+            "Make the drafter smaller (in its TOML file)."
         )
-    gone = [old for old in out.glob("drafter-*") if old.name != second]
-    for old in [*gone, *(out / name for name in names)]:
-        shutil.rmtree(old, ignore_errors=True)
-    for name in names:
+    for name in cards:
+        shutil.rmtree(out / name, ignore_errors=True)
         (out / name).mkdir(parents=True)
         for file in files[name]:
             shutil.copy(file, out / name)
         (out / name / "README.md").write_text(cards[name], encoding="utf-8")
-    removed = f" {', '.join(old.name for old in gone)} was removed." if gone else ""
-    return f"{out}: {', '.join(names)}, {size / 1e6:.1f} MB. {said_of(figures, second)}.{removed}"
+    return f"{out}: {size / 1e6:.1f} MB."
 
 
 def main() -> None:

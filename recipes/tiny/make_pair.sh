@@ -54,7 +54,7 @@ learning=(--target "$build/target" --data "$build/data")
 learning+=(--hidden-states "$build/features")
 "$python" -m blockdraft train dflash "$here/drafter.toml" "${learning[@]}" --out "$build/drafter"
 
-# Other kinds, which begin with the DFlash drafter. The widened pair decides whether one is faster.
+# Other kinds, which begin with the DFlash drafter, to compare with it in the widened pair.
 drafters=("$build/drafter")
 for kind in dspark dflash2; do
     "$python" -m blockdraft train $kind "$here/$kind.toml" --init "$build/drafter" "${learning[@]}" --out "$build/drafter-$kind"

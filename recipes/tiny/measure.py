@@ -21,7 +21,7 @@ from making import digest
 from solve import answer_of, solved
 
 from blockdraft import Completion, Engine, SamplingParams, load_drafter, load_target
-from blockdraft.drafters import bundled
+from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.engine import Stats, loops, merge
 from blockdraft.types import CPU_BLOCK_SIZE, Backend, Drafting
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with prompts/*.jsonl")
     parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
-    parser.add_argument("--drafters", type=Path, nargs="+", default=None, help="default: the bundled ones")
+    parser.add_argument("--drafters", type=Path, nargs="+", default=None, help="default: the bundled one")
     parser.add_argument("--wide", type=Path, default=None, help="folder with the widened target and drafters")
     parser.add_argument("--corpus", type=Path, default=None, help="corpus whose problems are left out")
     parser.add_argument("--problems", type=int, default=500, help="number of generated problems to solve")
@@ -113,7 +113,7 @@ def main() -> None:
     if args.wide and not args.speed:
         parser.error("--wide needs prompts to be timed on; --speed is 0")
 
-    folders = args.drafters or sorted({*bundled().values()})  # DFlash first
+    folders = args.drafters or [TINY_DRAFTER]
     names = [folder.name for folder in folders]
     # The first backend answers, both are timed.
     targets = {backend: load_target(args.target, backend=backend, threads="auto") for backend in BACKENDS}

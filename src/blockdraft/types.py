@@ -6,12 +6,12 @@ cached tokens, D head size, m number of target layers. A tensor named `logits_BN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, WrapValidator
+from pydantic import BeforeValidator, Field
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, SettingsError, settings
@@ -172,26 +172,15 @@ class SamplingParams:
             raise UsageError("ignore_eos goes on past the end, where a grammar allows no token; leave out one of them.")
 
 
-class _ByDefault(str):
-    """A default that equals the same text given explicitly, but can be distinguished from it."""
-
-
-def _unless_by_default(value: Any, check: Callable[[Any], Any]) -> Any:
-    return value if isinstance(value, _ByDefault) else check(value)
-
-
 @settings
 class Drafting:
     """How far an engine drafts. It changes the speed and never the distribution of the output."""
 
-    block_size: Annotated[
-        Count | Literal["auto"] | None,
-        WrapValidator(_unless_by_default),
-    ] = Field(
-        cast(Any, _ByDefault("auto")),
+    block_size: Count | Literal["auto"] | None = Field(
+        "auto",
         description="Maximum number of tokens per block: the last token of the text and the draft tokens after it. "
-        '"auto" drafts as many as pay off in each step, or none, and is the default; with a tree budget or sampled '
-        "draft tokens the default is the drafter's trained size.",
+        '"auto" drafts chains as long as pays off in each step, or none; with a tree budget it is the drafter\'s '
+        "trained size.",
     )
     tree_budget: Natural | Literal["auto"] = Field(
         0,
@@ -215,35 +204,13 @@ class Drafting:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.block_size, _ByDefault) and (self.sampled or self.tree_budget != 0):
-            object.__setattr__(self, "block_size", None)
-        for name in ("block_size", "tree_budget"):
-            if self.sampled and self.tree_budget != 0 and getattr(self, name) == "auto":
-                raise SettingsError.of(name, "a number with sampled and a tree budget", "auto")
+        if self.sampled and self.tree_budget == "auto":
+            raise SettingsError.of("tree_budget", "a number with sampled", "auto")
 
-
-@settings
-class DraftModel:
-    """How drafters run; see `load_drafter`."""
-
-    drafter_device: str | None = Field(
-        None,
-        description="Device of a draft language model, such as cuda:1, or cpu next to a GPU; by default the target's.",
-    )
-    draft_ahead: int = Field(
-        0,
-        description="Number of verification outcomes that a draft language model drafts for while the target verifies. "
-        "It needs a device of its own.",
-    )
-    draft_vocab: Annotated[str | None, Flag(metavar="N|FILE")] = Field(
-        None,
-        description="Restrict drafting to some tokens, which makes it cheaper for drafters that use the target's "
-        "output head: the first N of the vocabulary, or a file with a list of token ids (JSON or .pt).",
-    )
-
-    def options(self) -> dict[str, Any]:
-        """Return keyword arguments of `load_drafter`."""
-        return {"device": self.drafter_device, "ahead": self.draft_ahead, "draft_vocab": self.draft_vocab}
+    @property
+    def automatic(self) -> bool:
+        """Whether the engine chooses in each step how far to draft."""
+        return self.tree_budget == "auto" or (self.tree_budget == 0 and self.block_size == "auto")
 
 
 @settings

@@ -118,7 +118,7 @@ def test_fifty_chats_of_the_bundled_pair_take_the_same_steps(backend: str) -> No
     completions = []
     for name in (backend, "native"):
         target = load(ROOT / "src/blockdraft/pair/tiny/target", name)
-        with Engine(target, load_drafter("bundled-dflash", target=target), 1, Drafting(None)) as engine:
+        with Engine(target, load_drafter("bundled", target=target), 1, Drafting(None)) as engine:
             requests = zip(chats(50), params, strict=True)
             completions.append([engine.generate([prompt], sampling)[0] for prompt, sampling in requests])
     ours, theirs = completions
@@ -165,7 +165,7 @@ def write_drafter(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "drafting",
-    [Drafting(sampled=True), Drafting(tree_budget=6, sampled=True), Drafting(None)],
+    [Drafting(None, sampled=True), Drafting(tree_budget=6, sampled=True), Drafting(None)],
     ids=["sampled chain", "sampled tree", "likeliest chain"],
 )
 def test_sampled_outputs_have_the_distribution_of_the_target(backend: str, drafting: Drafting, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_chat_turns_reuse_the_prefix_of_earlier_turns(target: Target, native: Ta
 def test_sampled_drafts_are_reproducible_behind_a_cached_prefix(target: Target, tiny_drafter_dir: Path) -> None:
     params = [SamplingParams(12, 1.0, seed=row, ignore_eos=True) for row in range(2)]
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    with Engine(target, drafter, 2, Drafting(sampled=True), prefix_tokens=400, prefill_tokens=16) as engine:
+    with Engine(target, drafter, 2, Drafting(None, sampled=True), prefix_tokens=400, prefill_tokens=16) as engine:
         first, again = (engine.generate([PROMPTS[3]] * 2, params) for _ in range(2))
     assert tokens_of(first) == tokens_of(again)
     assert again[1].stats.remembered and max(map(max, steps_of(first))) > 1

@@ -71,14 +71,6 @@ def test_zlab_to_speculators_and_back(
     assert drafted(source, target) == drafted(tmp_path / "there", target) == drafted(tmp_path / "back", target)
 
 
-def test_the_bundled_dflash_drafter_is_what_other_engines_get(
-    export: Run, tmp_path: Path, two_kinds: tuple[Path, Path]
-) -> None:
-    code, err = export("bundled", "--out", tmp_path / "out")
-    assert code == 0 and "bundled means bundled-dflash for other engines" in err
-    assert zlab.read_config(tmp_path / "out") == zlab.read_config(two_kinds[0])
-
-
 def test_eagle3_to_speculators_and_back(export: Run, tmp_path: Path, target: Target, tiny_eagle3_dir: Path) -> None:
     assert export(tiny_eagle3_dir, "--format", "eagle3_speculators", "--out", tmp_path / "there")[0] == 0
     assert export(tmp_path / "there", "--format", "eagle3", "--out", tmp_path / "back")[0] == 0
@@ -243,7 +235,7 @@ def test_refusals_of_gguf(export: Run, tmp_path: Path, tiny_drafter_dir: Path, t
             "a target layer must be below the target's last layer.*, got 2",
         ),
         ((tiny_mtp_dir, "--format", "gguf", "--out", out), "The kind of drafter is 'MTP'; llama.cpp drafts with files"),
-        (("mtp", "--format", "gguf", "--out", out), "DRAFTER is mtp, which has no files of its own to write"),
+        (("mtp", "--format", "gguf", "--out", out), "The drafter mtp has no files of its own"),
         ((tmp_path / "deep", "--format", "gguf", "--out", out), "num_target_layers must be the target's, 3.*, got 4"),
         (
             (tiny_drafter_dir, "--format", "gguf", "--type", "q5_k", "--out", out),

@@ -402,12 +402,3 @@ def test_a_request_that_fails_ends_with_its_error(
     [nan] = AutoTokenizer.from_pretrained(tiny_target_dir)("Q")["input_ids"]
     result = generate("helloQ", "--target", altered(nan_token=nan), "--drafter", "none", terminal=terminal)
     assert result.code == 1 and result.err.startswith("error: ") and "finite" in result.err
-
-
-def test_a_language_model_drafts_ahead(generate: Run, expected: dict[str, Any], tiny_target_dir: Path) -> None:
-    model = ("--drafter", tiny_target_dir, "--block-size", 4)
-    ahead = generate("hello", *model, "--drafter-device", "cpu", "--draft-ahead", 2)
-    assert (ahead.code, ahead.out) == (0, expected["text"] + "\n")
-    assert re.search(r"Drafted ahead: \d+ of \d+ outcomes were foreseen \(\d+%\)\.", ahead.err)
-    refused = generate("hello", *model, "--draft-ahead", 2)
-    assert refused.code == 2 and refused.err.startswith("error: ahead is 2, and the draft model would share")

@@ -35,7 +35,7 @@ def test_the_overview_groups_all_commands() -> None:
     output = shown("--help")
     places = [output.index(item) for item in ("Run models", "Make a drafter", "Measure", "This machine")]
     assert places == sorted(places)
-    assert "bench server" in output and "bench suite" in output
+    assert "bench server" in output
 
 
 def test_errors_of_commands_name_options_as_they_are_typed(blockdraft: Callable[..., Any]) -> None:

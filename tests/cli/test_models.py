@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.cli.target import drafter_or_lookup, need_drafter
-from blockdraft.errors import UsageError
-from blockdraft.models import catalogue, known, models_folder, places
+from blockdraft.models import catalogue, known, models_folder
 
 Run = Callable[..., Any]
 
@@ -97,40 +95,14 @@ def test_terms_are_reported(blockdraft: Run) -> None:
     assert done.code == 2 and "https://ai.google.dev/gemma/terms" in done.err and "--accept-licence" in done.err
 
 
-@pytest.fixture
-def unbundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model of the catalogue has a bundled drafter."""
-    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")
+def test_a_target_by_name_is_pulled_first(blockdraft: Run) -> None:
+    done = blockdraft("generate", "hi", "--target", "smollm2")
+    assert done.code == 2 and "`blockdraft pull smollm2` downloads it" in done.err
+    done = blockdraft("generate", "hi", "--target", "smolm")
+    assert done.code == 2 and "There is no folder smolm, and it is no name" in done.err
 
 
-@pytest.mark.usefixtures("unbundled")
-def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a bundled one lookup drafts, and what examines drafters asks for one."""
-    with pytest.raises(UsageError, match="`blockdraft pull smollm2` downloads it"):
-        need_drafter("smollm2", None, "")
-    put("smollm2")
-    need_drafter("smollm2", "none", "")
-    need_drafter(None, None, "")
-    assert capsys.readouterr().err == ""
-    need_drafter("smollm2", None, "")
-    assert capsys.readouterr().err.startswith("No drafter is bundled for smollm2. Using lookup")
-    with pytest.raises(UsageError, match="No drafter is known for smollm2; add --drafter DIR"):
-        need_drafter("smollm2", None, "", lookup=False)
-    with pytest.raises(UsageError, match="add --drafter DIR, name other methods, or make one: blockdraft fit --target"):
-        need_drafter("some/model", None, "name other methods")
-    with pytest.raises(UsageError, match="There is no smolm; --target takes .* a name that `blockdraft models` lists"):
-        need_drafter("smolm", None, "")
-
-
-@pytest.mark.usefixtures("unbundled")
-def test_answers_need_no_drafter(capsys: pytest.CaptureFixture[str]) -> None:
-    assert drafter_or_lookup(None, None) is None is drafter_or_lookup("bundled", None)
-    assert drafter_or_lookup("some/model", "none") == "none"
-    assert capsys.readouterr().err == ""
-    assert drafter_or_lookup("some/model", None) == "lookup"
-    assert "To make one: blockdraft fit --target some/model --out DIR." in capsys.readouterr().err
-    put("smollm2")
-    assert drafter_or_lookup("smollm2", None) is None
-    assert "No drafter is bundled for smollm2. Using lookup" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="There is no smolm; --target takes"):
-        drafter_or_lookup("smolm", None)
+def test_lookup_drafts_without_a_bundled_drafter(tiny_target_dir: Path, blockdraft: Run) -> None:
+    done = blockdraft("generate", "hi", "--target", tiny_target_dir, "--max-new-tokens", 2, "--device", "cpu")
+    assert done.code == 0 and f"No drafter is bundled for {tiny_target_dir}. Using lookup" in done.err
+    assert f"blockdraft fit --target {tiny_target_dir} --out DIR" in done.err

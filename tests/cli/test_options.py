@@ -127,4 +127,4 @@ def test_commands_that_load_a_target_can_choose_the_backend() -> None:
     # quantize decodes on the native backend alone, and the others read files without loading a target.
     assert odd == {"quantize", "inspect", "push"}
     exact = [name for name, options in names.items() if "exact" in options]
-    assert exact == ["generate", "chat", "serve", "bench", "bench suite", "calibrate", "doctor"]
+    assert exact == ["generate", "chat", "serve", "bench", "calibrate", "doctor"]

@@ -1,7 +1,6 @@
 """The options that say which target is loaded and how, on every command that decodes."""
 
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.cli.target import DecodingSettings, drafter_or_lookup, need_drafter
+from blockdraft.cli.target import DecodingSettings
 from blockdraft.errors import UsageError
 
 Run = Callable[..., Any]
@@ -60,27 +59,6 @@ def test_more_threads_than_processors_are_reported(capsys: pytest.CaptureFixture
             assert (warning in capsys.readouterr().err) == (threads > most)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("command", ["bench", "calibrate"])
-def test_a_target_without_a_drafter_is_reported_how_to_get_one(command: str, tmp_path: Path, blockdraft: Run) -> None:
-    done = blockdraft(command, *(tmp_path if word == "PROMPTS" else word for word in COMMANDS[command]),
-                      "--target", "some/model")  # fmt: skip
-    assert done.code == 2 and "No drafter is known for some/model; add --drafter DIR" in done.err
-    assert "blockdraft fit --target some/model --out DIR" in done.err
-
-
-def test_remedy_for_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
-    with pytest.raises(ValueError, match="blockdraft fit --target model.gguf --out DIR"):
-        need_drafter("model.gguf", None, "or none")
-
-
-def test_a_broken_gguf_file_is_reported_before_a_drafter_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UsageError, match="is GGUF of version 0"):
-        drafter_or_lookup(str(tmp_path / "model.gguf"), None)
 
 
 def test_adapter_excludes_a_server(blockdraft: Run) -> None:

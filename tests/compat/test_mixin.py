@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
-from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 
 PROMPTS = [[5, 17, 3, 80, 44, 9], [61, 2], [30, 31, 32, 33]]
@@ -32,12 +31,6 @@ def config(drafter_dir: Path) -> DFlashConfig:
 @pytest.fixture
 def mixin(model: PreTrainedModel, config: DFlashConfig) -> DFlashGenerationMixin:
     return DFlashGenerationMixin(model, config=config)
-
-
-def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two_kinds: tuple[Path, Path]) -> None:
-    """Only some kinds of drafters can refine a block in several passes."""
-    drafter = DFlashGenerationMixin(load_target(tiny_target_dir), DFlashConfig(diffusion_steps=2)).drafter
-    assert drafter.path == two_kinds[0] and drafter.diffusion_steps == 2
 
 
 @pytest.mark.slow
@@ -165,8 +158,6 @@ def test_bad_configs_are_refused(changes, message):
 def test_configs_that_do_not_fit_the_drafter_are_refused(model, config, wide_drafter_dir):
     with pytest.raises(ValueError, match="trained for at most 8"):
         DFlashGenerationMixin(model, replace(config, block_size=9))
-    with pytest.raises(ValueError, match="not a DFlash drafter"):
-        DFlashGenerationMixin(model, replace(config, drafter="none"))
     with pytest.raises(ValueError, match="vocab_size must be .*got 100"):
         DFlashGenerationMixin(model, replace(config, drafter=wide_drafter_dir))
 

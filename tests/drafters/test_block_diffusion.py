@@ -159,7 +159,7 @@ def test_more_passes_change_draft_tokens_and_no_token(drafter: BlockDiffusionDra
     for passes in (1, 4):
         actual = Engine(target, drafter, drafting=Drafting(draft_passes=passes)).generate(prompts, params)
         assert [each.token_ids for each in actual] == [each.token_ids for each in plain]
-    [sampled] = Engine(target, drafter, drafting=Drafting(sampled=True, draft_passes=2)).generate(
+    [sampled] = Engine(target, drafter, drafting=Drafting(None, sampled=True, draft_passes=2)).generate(
         prompts[:1], params[:1]
     )
     assert sampled.token_ids == plain[0].token_ids

@@ -110,17 +110,6 @@ def test_answers_are_the_targets_and_the_head_takes_less_memory(
     assert path(target, drafter) != path(target, whole)  # what steps cost is another thing
 
 
-@pytest.mark.parametrize("kind", ["drafter", "dflash2", "dspark", "flow"])
-def test_an_adapted_drafter_keeps_it(kind: str, tiny_target_dir: Path, request: pytest.FixtureRequest) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu")
-    drafter: Any = load_drafter(request.getfixturevalue(f"tiny_{kind}_dir"), target=target, draft_vocab=KEPT)
-    same = drafter.adapted(target)
-    assert same.network is drafter.network and same.draft_vocab == len(KEPT)
-    other = drafter.adapted(load_target(tiny_target_dir, "bfloat16", "cpu"))
-    assert other.draft_vocab == len(KEPT) and other._target.draft_head.kept.tolist() == KEPT
-    assert other._target.dtype == torch.bfloat16
-
-
 def test_the_target_keeps_its_head(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
     target = load_target(tiny_target_dir, "float32", "cpu")
     lent = with_draft_vocab(target, torch.tensor(KEPT))

@@ -9,23 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft import drafters
-from blockdraft.cli.target import drafter_or_lookup
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import (
-    NetworkDrafter,
+    TINY_DRAFTER,
     as_given,
-    bundled,
     bundled_for,
     check_place,
+    drafter_files,
     drafter_of,
     entries,
-    for_others,
+    load,
     load_drafter,
 )
-from blockdraft.drafters.base import read_network
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.errors import UsageError
@@ -34,7 +32,6 @@ from blockdraft.models import bundled_drafter
 from blockdraft.models.catalogue import known
 from blockdraft.models.places import folder_place
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import BUNDLED, Target, load_target
 from blockdraft.tools.quantize.run import quantize
 from blockdraft.tools.quantize.settings import QuantizeSettings
@@ -64,10 +61,10 @@ def test_deep_copies_share_weights_and_what_is_compiled_is_not_pickled(target: T
             pickle.dumps(each)
 
 
-def make(kind: str, target: Target, folder: Path, **options: object) -> DFlashDrafter:
+def make(kind: str, target: Target, folder: Path) -> DFlashDrafter:
     config = dataclasses.replace(read_checkpoint(folder)[0], layers=KINDS[kind])
     torch.manual_seed(3)
-    return DFlashDrafter(DFlashNetwork(config), target, **options)  # type: ignore[arg-type]
+    return DFlashDrafter(DFlashNetwork(config), target)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,56 +110,21 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
     assert not any("embed" in name or "lm_head" in name for name, _ in drafter.network.named_parameters())
 
 
-def test_another_kind_beside_the_bundled_dflash_drafter(
-    two_kinds: tuple[Path, Path], target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dflash, dspark = two_kinds
-    with monkeypatch.context() as patch:
-        patch.setattr(drafters, "bundled_for", lambda target: dspark)
-        assert for_others("bundled", "bundled", print) == dflash
-    for name in (None, "bundled", Path("bundled")):
-        assert load_drafter(name, target=target).path == dspark
-    assert load_drafter("bundled-dflash", target=target).path == dflash
-    both = load_drafter("lookup+bundled", target=target)
-    assert [part.path for part in both.parts] == [None, dspark]
-    (dspark / "config.json").unlink()  # what a copy that was broken off has left is none
-    assert load_drafter(target=target).path == dflash
-
-
-def test_one_alone_can_be_the_default(two_kinds: tuple[Path, Path]) -> None:
-    assert list(bundled()) == ["bundled", "bundled-dflash"]
-    shutil.copytree(two_kinds[1], two_kinds[1].with_name("drafter-dflash2"))
-    with pytest.raises(AssertionError, match="2 drafters beside drafter"):
-        bundled()
-
-
-def test_other_engines_get_the_drafter_that_is_bundled_for_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drafter_that_is_bundled_for_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     folder_place(model := known("smollm2")).mkdir(parents=True)
     for target in ("smollm2", folder_place(model)):
-        assert for_others("bundled", target, print) == bundled_drafter(model)
-        assert for_others("bundled-dflash", target, print) == bundled()["bundled-dflash"]
-    assert for_others("bundled", None, print) == for_others("bundled", "bundled", print) == bundled()["bundled-dflash"]
+        assert drafter_files("bundled", target) == bundled_drafter(model)
+    assert drafter_files("bundled", None) == drafter_files("bundled", "bundled") == TINY_DRAFTER
+    with pytest.raises(UsageError, match="No drafter is bundled for owner/name"):
+        drafter_files("bundled", "owner/name")
+    with pytest.raises(UsageError, match="lookup has no files"):
+        drafter_files("lookup", None)
 
 
-def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Target) -> None:
-    for name in (None, "bundled", "bundled-dflash"):
-        with pytest.raises(
-            ValueError,
-            match=rf"model's drafter, which {name or 'no drafter'} means here, does not fit this target: the .*none",
-        ):
-            load_drafter(name, target=target)
-
-
-def test_the_error_names_the_drafter_of_a_model_with_the_same_sizes(
-    target: Target, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "blockdraft.drafters.bundled_drafter", lambda model: tiny_eagle3_dir if model.id == "smollm2" else None
-    )
-    with pytest.raises(UsageError, match=f"{tiny_eagle3_dir} is for SmolLM2-135M-Instruct, which has the same sizes"):
+def test_a_target_without_a_bundled_drafter_gets_lookup(target: Target) -> None:
+    assert isinstance(load_drafter(target=target), LookupDrafter)
+    with pytest.raises(UsageError, match="hidden_size must be"):
         load_drafter("bundled", target=target)
 
 
@@ -175,15 +137,13 @@ def test_a_target_is_known_by_its_weights(
     raw = json.loads((folder / "config.json").read_text())
     trained_for = load_target(tiny_target_dir, device="cpu").source_fingerprint
     (folder / "config.json").write_text(json.dumps(raw | {"target_fingerprint": trained_for}))
-    monkeypatch.setattr(drafters, "bundled_drafter", lambda model: folder if model.id == "smollm2" else None)
+    monkeypatch.setattr(load, "bundled_drafter", lambda model: folder if model.id == "smollm2" else None)
     quantize(tiny_target_dir, few, QuantizeSettings(8, 8))
     for place in (tiny_target_dir, few):
-        assert bundled_for(place) == for_others("bundled", place, print) == folder
+        assert bundled_for(place) == drafter_files("bundled", place) == folder
         loaded = load_target(place, device="cpu")
         assert load_drafter(target=loaded).path == load_drafter("bundled", target=loaded).path == folder
-        assert not drafter_or_lookup(str(place), None)
-    assert bundled_for(BUNDLED) == bundled()["bundled"]
-    assert for_others("bundled", BUNDLED, print) == bundled()["bundled-dflash"]
+    assert bundled_for(BUNDLED) == TINY_DRAFTER
     for other in (folder, tmp_path, "owner/name"):
         assert bundled_for(other) is None
 
@@ -194,7 +154,7 @@ def test_a_folder_with_the_name_of_a_drafter() -> None:
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match="nowhere is no drafter; .* bundled, bundled-dflash, .*lookup"):
+    with pytest.raises(ValueError, match="nowhere is no drafter; .* bundled, .*lookup"):
         load_drafter("nowhere", target=target)
     with pytest.raises(ValueError, match="owner/a-drafter is no folder here, and the hub does not send a drafter"):
         load_drafter("owner/a-drafter", target=target)
@@ -232,20 +192,6 @@ def test_a_truncated_drafter_is_refused(tmp_path: Path, target: Target, tiny_dra
         load_drafter(tmp_path, target=target)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"diffusion_steps": 0}, "diffusion_steps must be .*got 0"),
-        ({"noise_schedule": "quadratic"}, "cosine.*'quadratic'"),
-    ],
-)
-def test_bad_options_are_refused(
-    options: dict[str, object], message: str, target: Target, tiny_drafter_dir: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make("causal", target, tiny_drafter_dir, **options)
-
-
 def test_no_architecture_has_two_drafters() -> None:
     claimed = [name for entry in entries().values() for name in entry.architectures]
     assert len(claimed) == len({*claimed})
@@ -253,8 +199,7 @@ def test_no_architecture_has_two_drafters() -> None:
 
 @pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir", "tiny_flow_dir"])
 def test_a_network_finds_its_drafter(name: str, target: Target, request: pytest.FixtureRequest) -> None:
-    loaded = load_drafter(request.getfixturevalue(name), target=target)
-    assert isinstance(loaded, NetworkDrafter)
+    loaded: Any = load_drafter(request.getfixturevalue(name), target=target)
 
     class Extended(type(loaded.network)):  # type: ignore[misc]
         """A subclass, as `compat` has."""
@@ -326,8 +271,6 @@ def test_combinations_have_costs_of_their_own(
 def test_other_networks_have_no_drafter(target: Target) -> None:
     with pytest.raises(UsageError, match=r"No drafter runs a Linear; give one of \['DFlash2Network', 'DFlashNetwork'"):
         drafter_of(torch.nn.Linear(2, 2), target)
-    assert not isinstance(load_drafter("none", target=target), NetworkDrafter)
-    assert not isinstance(load_drafter(target.path, target=target), NetworkDrafter)  # a language model
 
 
 def test_the_place_of_a_drafter_needs_no_target(
@@ -362,33 +305,4 @@ def test_a_drafter_of_the_hub(
     check_place("lookup+owner/tiny")
     loaded = load_drafter("owner/tiny", target=target)
     assert loaded.path is not None and Path(loaded.path).parent == repository / "snapshots"
-    assert for_others("owner/tiny", None, print) == loaded.path
-
-
-def test_an_adapted_drafter_differs_only_in_what_was_asked(target: Target, tiny_drafter_dir: Path) -> None:
-    loaded = load_drafter(tiny_drafter_dir, target=target)
-    assert isinstance(loaded, DFlashDrafter)
-    head = ReducedHead(torch.randn(5, target.hidden_size), torch.arange(5), target.vocab_size)
-    network = read_network(tiny_drafter_dir, target, DFlashNetwork)
-    drafter = DFlashDrafter(network, target, path=loaded.path, reduced_head=head)
-    refined = drafter.adapted(target, 3, "linear")
-    assert (refined.diffusion_steps, refined.noise_schedule, refined.path) == (3, "linear", drafter.path)
-    assert refined.reduced_head is not None and refined.network is drafter.network
-    half = refined.adapted(load_target(target.path, dtype="bfloat16"))
-    assert (half.diffusion_steps, half.noise_schedule) == (3, "linear")
-    assert half.network.fc.weight.dtype == half.reduced_head.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
-    assert drafter.reduced_head is not None
-    assert drafter.network.fc.weight.dtype == drafter.reduced_head.weight.dtype == torch.float32
-
-
-def test_an_adapted_drafter_that_was_loaded_is_not_in_memory_twice(target: Target, tiny_drafter_dir: Path) -> None:
-    loaded = load_drafter(tiny_drafter_dir, target=target)
-    assert isinstance(loaded, DFlashDrafter)
-    refined = loaded.adapted(target, 3, "linear")
-    assert refined._run is loaded._run and (refined.diffusion_steps, loaded.diffusion_steps) == (3, 1)
-    with pytest.raises(UsageError, match="diffusion_steps must be .*got 0"):
-        loaded.adapted(target, 0)
-    rounded = load_drafter(tiny_drafter_dir, target=load_target(target.path, quantize="int4"))
-    assert isinstance(rounded, DFlashDrafter)
-    again = rounded.adapted(target, 2)  # with the weights of the folder, not the quantized ones
-    assert (again.diffusion_steps, again.bits, rounded.bits) == (2, None, 4)
+    assert drafter_files("owner/tiny", None) == loaded.path

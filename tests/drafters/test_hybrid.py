@@ -233,7 +233,7 @@ REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two
 @pytest.mark.slow
 def test_a_hybrid_accepts_more_than_each_member_on_repetitive_text() -> None:
     pair, params = load_target(), SamplingParams(max_new_tokens=48, ignore_eos=True)
-    lookup, model, both = (load_drafter(n, target=pair) for n in ("lookup", "bundled-dflash", "lookup+bundled-dflash"))
+    lookup, model, both = (load_drafter(n, target=pair) for n in ("lookup", "bundled", "lookup+bundled"))
     [plain] = Engine(pair).generate([REPEATING], params)
     for drafting in (Drafting(None), Drafting(tree_budget=16)):
         actual = [
@@ -258,7 +258,7 @@ def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
     [
         pytest.param(broken, drafting, marks=() if (kind + way) % 3 == 0 else pytest.mark.slow)
         for kind, broken in enumerate(["tree", "choice", "deaf", "hidden_states"])
-        for way, drafting in enumerate([Drafting(None), Drafting(tree_budget=12), Drafting("auto", 12)])
+        for way, drafting in enumerate([Drafting(None), Drafting(tree_budget=12), Drafting(tree_budget="auto")])
     ],
 )
 def test_a_broken_hybrid_changes_no_token(

@@ -35,7 +35,7 @@ FOLDERS = {
     "lookup": None,
 }
 FILES = sorted(drafters.entries())
-DRAFTINGS = {"chain": Drafting(None), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
+DRAFTINGS = {"chain": Drafting(None), "tree": Drafting(tree_budget=12), "auto": Drafting(tree_budget="auto")}
 # Drafting costs little here, so that "auto" drafts, pauses where nothing is accepted, and tries again.
 COSTS = Costs(
     batch_sizes=(1, 100),

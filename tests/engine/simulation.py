@@ -27,7 +27,7 @@ from blockdraft.types import Drafting, SamplingParams
 
 BLOCK_SIZE = 16
 MOST = 128  # draft tokens of a tree that are compared
-TREE = Drafting("auto", MOST)
+TREE = Drafting(tree_budget="auto")
 NOW = 1e9  # seconds since 1970
 
 

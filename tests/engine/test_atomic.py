@@ -292,7 +292,7 @@ def test_a_drafter_without_numbers_is_reported_of_once(
 
     run: Any = drafter._run  # type: ignore[attr-defined]
     draft_tokens, run.draft_tokens = run.draft_tokens, spoiled
-    engine = Engine(target, drafter, drafting=Drafting(sampled=True))
+    engine = Engine(target, drafter, drafting=Drafting(None, sampled=True))
     with caplog.at_level(logging.WARNING):
         assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected
         assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected
@@ -463,7 +463,7 @@ def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
 
 
 def test_rows_of_sampled_draft_tokens_end_where_a_distribution_is_missing(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, drafting=Drafting(sampled=True))
+    engine = Engine(target, drafter, drafting=Drafting(None, sampled=True))
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     poison(target, 99)
     broken, fine = engine.submit([3, 99, 4], warm), engine.submit(PROMPTS[0], warm)

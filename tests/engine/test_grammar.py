@@ -114,7 +114,7 @@ def test_drafting_changes_no_token(target: Target, tiny_drafter_dir: Path, gramm
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sampled_draft_tokens_follow_it_too(target: Target, tiny_drafter_dir: Path, temperature: float) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    with Engine(target, drafter, drafting=Drafting(sampled=True)) as engine:
+    with Engine(target, drafter, drafting=Drafting(None, sampled=True)) as engine:
         each = [params(LETTERS, temperature=temperature, seed=seed) for seed in range(12)]
         for one in engine.generate([PROMPTS[seed % 4] for seed in range(12)], each):
             assert one.finish_reason == "stop" and follows(LETTERS, one.text)
@@ -179,13 +179,13 @@ def surprise(folder: Path, drafting: Drafting, rows: int, rules: Callable[[], No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafting", [Drafting(sampled=True), Drafting(None)], ids=["sampled", "chosen"])
+@pytest.mark.parametrize("drafting", [Drafting(None, sampled=True), Drafting(None)], ids=["sampled", "chosen"])
 def test_answers_have_the_masked_distribution(tmp_path: Path, drafting: Drafting) -> None:
     assert abs(surprise(tmp_path, drafting, 4000, NotTwice)) < NOISE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafting", [Drafting(sampled=True), Drafting(None)], ids=["sampled", "chosen"])
+@pytest.mark.parametrize("drafting", [Drafting(None, sampled=True), Drafting(None)], ids=["sampled", "chosen"])
 def test_a_mask_that_forgets_the_path_is_noticed(tmp_path: Path, drafting: Drafting) -> None:
     assert surprise(tmp_path, drafting, 400, lambda: NotTwice(broken=True)) == math.inf
 
@@ -199,7 +199,7 @@ def test_a_distribution_that_is_not_normalised_is_noticed(tmp_path: Path, monkey
         return probs
 
     monkeypatch.setattr(Distributions, "probs", unnormalised)
-    assert surprise(tmp_path, Drafting(sampled=True), 4000, NotTwice) > 2 * NOISE
+    assert surprise(tmp_path, Drafting(None, sampled=True), 4000, NotTwice) > 2 * NOISE
 
 
 def test_a_complete_grammar_lets_the_end_follow_alone(target: Target) -> None:

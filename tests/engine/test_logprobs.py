@@ -45,7 +45,9 @@ def check(found: list[TokenLogprob | None], tokens: list[int], dists: torch.Tens
 
 @pytest.mark.parametrize(
     ("drafting", "temperature"),
-    thinned([Drafting(None), Drafting(tree_budget=12), Drafting(sampled=True), Drafting("auto")], [0.0, 1.0], keep=2),
+    thinned(
+        [Drafting(None), Drafting(tree_budget=12), Drafting(None, sampled=True), Drafting("auto")], [0.0, 1.0], keep=2
+    ),
 )
 def test_logprobs_are_those_of_transformers(
     target: Target, reference: torch.nn.Module, tiny_drafter_dir: Path, drafting: Drafting, temperature: float

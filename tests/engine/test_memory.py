@@ -10,7 +10,6 @@ import torch
 
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.engine import Engine, kv_slots
 from blockdraft.engine.runner import MAX_OWN_NODES, OBSERVE_TOKENS
 from blockdraft.targets import Target, load_target
@@ -69,22 +68,6 @@ def test_fewer_slots_where_the_memory_does_not_suffice(
     assert part.memory_bytes() <= limit < part.memory.bytes(part.cache_tokens + 1)
     monkeypatch.setattr(kv_slots, "free_bytes", lambda device: int(limit / kv_slots.SHARE) + 1)
     assert Engine(target, drafter, drafting=Drafting(None)).cache_tokens == part.cache_tokens
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
-    target: Target, drafter: Drafter, joined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere, free = torch.device("cuda:1"), {target.device: 10**12}
-    monkeypatch.setattr(type(drafter), "device", elsewhere)
-    own = HybridDrafter([load_drafter("lookup", target=target), drafter]) if joined else drafter
-    engine = Engine(target, own, drafting=Drafting(None))
-    free[elsewhere] = drafter.state_bytes(1, 1000) / kv_slots.SHARE + 1
-    monkeypatch.setattr(kv_slots, "free_bytes", free.__getitem__)
-    assert Engine(target, own, drafting=Drafting(None)).cache_tokens == 1000
-    free[elsewhere], whole = 10**12, engine.memory.bytes(1000) - drafter.state_bytes(1, 1000)
-    free[target.device] = whole / kv_slots.SHARE + 1
-    assert Engine(target, own, drafting=Drafting(None)).cache_tokens == 1000
 
 
 def test_too_little_memory_is_refused_before_decoding(target: Target, drafter: Drafter) -> None:

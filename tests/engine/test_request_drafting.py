@@ -40,7 +40,7 @@ def drafted(engine: Engine, bounds: RequestDrafting | None, params: SamplingPara
             Drafting(tree_budget=12),
             Drafting("auto"),
             Drafting(tree_budget="auto"),
-            Drafting(sampled=True),
+            Drafting(None, sampled=True),
         ],
         [0.0, 1.0],
         keep=2,
@@ -88,7 +88,7 @@ def test_sampled_draft_tokens_that_are_cut_keep_the_distribution(tmp_path: Path)
     target = load_target(write_model(tmp_path / "target", 2))
     drafter = load_drafter(write_model(tmp_path / "drafter", 3), target=target)
     bounds = [None, OFF, RequestDrafting(block_size=2)]
-    with Engine(target, drafter, max_batch_size=500, drafting=Drafting(sampled=True)) as engine:
+    with Engine(target, drafter, max_batch_size=500, drafting=Drafting(None, sampled=True)) as engine:
         requests = [
             engine.submit(PROMPT, SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True), drafting=bounds[seed % 3])
             for seed in range(9000)

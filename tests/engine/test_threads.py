@@ -166,8 +166,10 @@ def test_an_interrupt_while_waiting_cancels_the_requests(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(target, drafter, drafting=Drafting(None)) as engine:
-        requests = engine._requests(PROMPTS[:2], SamplingParams(240, ignore_eos=True))
-        monkeypatch.setattr(engine, "_requests", lambda *args: requests)
+        params = SamplingParams(240, ignore_eos=True)
+        requests = [engine.request(prompt, params) for prompt in PROMPTS[:2]]
+        ready = iter(requests)
+        monkeypatch.setattr(engine, "request", lambda *args: next(ready))
         monkeypatch.setattr(requests[0], "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS[:2])
@@ -182,39 +184,33 @@ def test_waiting_can_time_out(target: Target, drafter: Drafter) -> None:
 
 
 def test_coroutines(target: Target, drafter: Drafter, expected: list[list[int]]) -> None:
-    async def main() -> None:
-        with Engine(target, drafter, 4, drafting=Drafting(None)) as engine:
-            together, *streamed = await asyncio.gather(
-                engine.agenerate(PROMPTS, GREEDY), *(joined(engine, prompt) for prompt in PROMPTS[:3])
-            )
-            assert [completion.token_ids for completion in together] == expected
-            assert streamed == expected[:3]
-            heard: list[Chunk] = []
-            request = await engine.asubmit(PROMPTS[0], GREEDY, heard.append)
-            completion = await asyncio.to_thread(request.result, 10)
-            await asyncio.sleep(0)
-            assert completion.token_ids == expected[0]
-            assert [token for chunk in heard for token in chunk.token_ids] == expected[0]
-            with pytest.raises(UsageError, match="prompt is empty"):
-                await engine.agenerate([[]])
-
     async def joined(engine: Engine, prompt: list[int]) -> list[int]:
         return [token async for chunk in engine.astream(prompt, GREEDY) for token in chunk.token_ids]
+
+    async def main() -> None:
+        with Engine(target, drafter, 4, drafting=Drafting(None)) as engine:
+            assert await asyncio.gather(*(joined(engine, prompt) for prompt in PROMPTS)) == expected
+            with pytest.raises(UsageError, match="prompt is empty"):
+                await joined(engine, [])
 
     asyncio.run(main())
 
 
-def test_a_cancelled_coroutine_cancels_its_requests(target: Target, drafter: Drafter) -> None:
+def test_a_cancelled_coroutine_cancels_its_request(target: Target, drafter: Drafter) -> None:
+    async def joined(engine: Engine) -> None:
+        async for _ in engine.astream(PROMPTS[0], SamplingParams(240, ignore_eos=True)):
+            pass
+
     async def main() -> None:
         with Engine(target, drafter, drafting=Drafting(None)) as engine:
-            task = asyncio.create_task(engine.agenerate(PROMPTS, SamplingParams(240, ignore_eos=True)))
+            task = asyncio.create_task(joined(engine))
             while not engine.scheduler.running:
                 await asyncio.sleep(0.001)
-            running = engine.scheduler.running
+            [running] = engine.scheduler.running
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert all(request.cancelled for request in running)
+            assert running.cancelled
 
     asyncio.run(main())
 

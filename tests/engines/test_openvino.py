@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from same_drafts import TOKENS, environment, ours, prompts
 
-from blockdraft.drafters import BUNDLED_DFLASH, bundled
+from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.formats import zlab
 from blockdraft.formats.starting import openvino
 from blockdraft.targets import BUNDLED, load_target_text
@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).parent / "openvino_pair.py"
 
 
 def test_tokens_and_accepted_draft_tokens(tmp_path: Path) -> None:
-    target, drafter = BUNDLED, bundled()[BUNDLED_DFLASH]
+    target, drafter = BUNDLED, TINY_DRAFTER
     asked = prompts(target)
     config, _ = zlab.read_checkpoint(drafter)
     given = {

@@ -20,7 +20,7 @@ import pytest
 import smollm2
 from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, prompts
 
-from blockdraft.drafters import BUNDLED_DFLASH, bundled
+from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.evaluation.servers.metrics import parse
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.tools.inspect import inspect
@@ -117,7 +117,7 @@ def theirs(url: str, asked: Sequence[Sequence[int]]) -> list[Answer]:
     ("layout", "repaired"), [("zlab", False), ("zlab", True), ("speculators", True)], ids=["as it is", "zlab", "spec"]
 )
 def test_tokens_and_drafts(layout: str, repaired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, drafter = BUNDLED, bundled()[BUNDLED_DFLASH]
+    target, drafter = BUNDLED, TINY_DRAFTER
     if layout != "zlab":
         loaded = load_target(target, device="cpu")
         convert(drafter, tmp_path / layout, format_for(layout, loaded, str(target)), loaded)
@@ -181,7 +181,7 @@ def test_bfloat16_is_counted(
     model: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
     """Answers part where rounding decides between two tokens; until then they are the same."""
-    target, drafter = BUNDLED, bundled()[BUNDLED_DFLASH]
+    target, drafter = BUNDLED, TINY_DRAFTER
     if model == "smollm2":
         target = request.getfixturevalue("smollm2_dir")
         loaded = load_target(target, device="cpu")

@@ -45,8 +45,8 @@ def test_other_drafters_join_the_one_at_hand() -> None:
     assert [(method.drafter, method.drafting) for method in found] == [
         ("lookup+D", Drafting(None)),
         ("lookup+D", Drafting(4)),
-        ("lookup+D", Drafting(sampled=True)),
-        ("lookup+D", Drafting(tree_budget=64)),
+        ("lookup+D", Drafting(None, sampled=True)),
+        ("lookup+D", Drafting(None, tree_budget=64)),
         ("look+/a+b", Drafting(5)),
     ]
     assert parse_methods("lookup+tree", None, None, 16)[1].drafter == "lookup+bundled"

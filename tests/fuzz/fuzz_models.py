@@ -289,9 +289,7 @@ class Models:
 
     def _drafter(self, number: int, way: str, kind: str) -> Drafter:
         path = self._path(number, kind) if kind == "draft_lm" or kind in TRAINED else kind
-        # Half of the language models draft ahead, which is to change no draft token.
-        own: dict[str, Any] = {"device": "cpu", "ahead": 3} if kind == "draft_lm" and number % 2 else {}
-        return load_drafter(path, target=self.target(number, way), **own)
+        return load_drafter(path, target=self.target(number, way))
 
     def _reference(self, number: int) -> Any:
         """Return the model as transformers runs it."""

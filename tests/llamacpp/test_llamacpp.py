@@ -21,14 +21,14 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from benchmarks.peers.adapters.llama_cpp import PROGRAM
 from benchmarks.server import chats
 from benchmarks.server.servers import HOST, LLAMA_SERVER, Server, llama
-from blockdraft.drafters import BUNDLED_DFLASH, bundled
+from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import BUNDLED as TARGET
 from blockdraft.training.export import export_gguf
 
 pytestmark = pytest.mark.llamacpp
-DRAFTER = bundled()[BUNDLED_DFLASH]
+DRAFTER = TINY_DRAFTER
 TOOL = PROGRAM.with_name("llama-speculative-simple")
 PROMPTS, DRAFT_CHOICE = 50, 15
 NEAR = 0.03  # share by which the tokens of a step may differ

@@ -54,7 +54,7 @@ def test_a_backend_that_does_not_know_a_model_says_so(toy_dir: Path, tiny_target
         pytest.param(name, drafting, marks=pytest.mark.slow if (kind + way) % 2 else ())
         for kind, name in enumerate(["lookup", "dflash"])
         for way, drafting in enumerate(
-            [Drafting(None), Drafting(tree_budget=9), Drafting("auto"), Drafting(sampled=True)],
+            [Drafting(None), Drafting(tree_budget=9), Drafting("auto"), Drafting(None, sampled=True)],
         )
     ],
 )

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.bench import bench, bench_server, bench_suite
+from blockdraft.cli.bench import bench, bench_server
 from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data, hidden_states, prompts
 from blockdraft.cli.demo import demo
@@ -62,7 +62,6 @@ make(push)
 measure = partial(add, app, panel="Measure")
 measure(bench, common="target drafter prompts limit methods max_new_tokens temperature repeats out profile")
 measure(bench_server, "bench server", common="against prompts limit concurrency max_new_tokens temperature out")
-measure(bench_suite, "bench suite", common="target drafter methods suite_data tasks limit temperature out")
 measure(calibrate, common="target drafter batch_size anew as_json")
 measure(doctor, common="target drafter prompts as_json")
 

@@ -12,7 +12,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from blockdraft.drafters import Drafter, hits
+from blockdraft.drafters import Drafter
 from blockdraft.engine import Chunk, Completion, Engine
 from blockdraft.engine.text import AnswerText, encode, end_token_ids
 from blockdraft.errors import counted
@@ -165,12 +165,6 @@ def drafter_note(engine: Engine) -> str | None:
         members = bits if isinstance(bits, list) else [bits]
         notes.append(f"has weights of {', '.join(f'{n} bits' if n else 'full precision' for n in members)}")
     return " and ".join(notes) or None
-
-
-def ahead_note(drafter: Drafter) -> str | None:
-    """Return how many outcomes were drafted for ahead of time, or None if nothing was drafted ahead."""
-    foreseen, tried = hits(drafter)
-    return f"Drafted ahead: {foreseen} of {tried} outcomes were foreseen ({foreseen / tried:.0%})." if tried else None
 
 
 def as_dict(completion: Completion, comparison: Comparison | None, engine: Engine) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`blockdraft bench`, `bench server` and `bench suite`: speed of methods, of servers, and on a paper's prompt sets."""
+"""`blockdraft bench` and `bench server`: speed of decoding methods, and of servers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +14,14 @@ import typer
 from pydantic import Field, Strict
 
 from blockdraft.cli import display
-from blockdraft.cli.display import exit_on_interrupt, standard, tell
+from blockdraft.cli.display import exit_on_interrupt, standard
 from blockdraft.cli.options import DRAFTING, OUTPUT, SAMPLING, Only
-from blockdraft.cli.target import AsJson, DecodingTarget, DraftNetwork, Files, Overwrite, need_drafter, tell_unused
+from blockdraft.cli.target import DRAFT_VOCAB, AsJson, DecodingTarget, DraftVocab, Files, Overwrite, tell_unused
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.evaluation.settings import LoadSettings, MeasureSettings, SuiteSettings
+from blockdraft.evaluation.settings import LoadSettings, MeasureSettings
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Drafting, SamplingParams
 
@@ -47,29 +45,16 @@ Results = Annotated[Path | None, Flag(metavar="DIR", panel=OUTPUT)]
 
 
 @settings
-class MethodSettings:
-    """Methods to compare."""
+class BenchSettings:
+    """What `blockdraft bench` measures and writes."""
 
     methods: Annotated[str, Flag(metavar="NAME,...")] = Field(f"{PLAIN},{CHAIN},{TREE}", description=METHODS)
     drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
-        None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
+        None, description=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one, else lookup."
     )
-
-    def parsed(self, target: str | None, drafting: Drafting, measurement: MeasureSettings) -> list[Method]:
-        """Return the methods. Raise a UsageError if one needs a drafter and none is known for the target."""
-        extent = drafting.block_size, measurement.tree_budget, drafting.draft_window, drafting.draft_passes
-        methods = parse_methods(self.methods, self.drafter, *extent)
-        if any(method.drafter is None for method in methods):
-            need_drafter(target, self.drafter, "name other methods")
-        return methods
-
-
-@settings
-class BenchSettings(MethodSettings):
-    """What `blockdraft bench` measures and writes."""
-
+    draft_vocab: DraftVocab = Field(None, description=DRAFT_VOCAB)
     prompts: Files = Field((), description=PROMPTS)
-    out: Results = Field(None, description="Folder for results.json and results.png.")
+    out: Results = Field(None, description="Folder for results.json.")
     profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         False, description="Decode once more, and show where the time of a step goes."
     )
@@ -79,7 +64,6 @@ def bench(
     *,
     model: DecodingTarget,
     options: BenchSettings,
-    network: DraftNetwork,
     measurement: MeasureSettings,
     sampling: Sampled,
     drafting: FixedDrafting = FIXED,
@@ -91,11 +75,11 @@ def bench(
     The methods are interleaved on each prompt, so that a slow moment of the machine affects all of them. Progress goes
     to standard error. Without --seed, the first prompt of a set has a random one, and each later prompt the next.
 
-    `blockdraft bench server URL` measures a running server of any engine, and `blockdraft bench suite` the prompt sets
-    of the DFlash paper.
+    `blockdraft bench server URL` measures a running server of any engine.
     """
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
-    methods = options.parsed(model.target, drafting, measurement)
+    extent = drafting.block_size, measurement.tree_budget, drafting.draft_window, drafting.draft_passes
+    methods = parse_methods(options.methods, options.drafter, *extent)
     tell_unused(params, [params.temperature], _sampled(methods))
     sets = read_prompt_sets(list(options.prompts), measurement.limit)
 
@@ -107,8 +91,8 @@ def bench(
     if options.out is not None:
         check_overwrite(options.out, [report.RESULTS], overwrite)
     speed.check_methods(methods)
-    target = model.load_for(None, network)
-    engines = speed.load_methods(methods, target, measurement.batch_size, network)
+    target = model.load_for(None, options.draft_vocab)
+    engines = speed.load_methods(methods, target, measurement.batch_size, options.draft_vocab)
     with exit_on_interrupt(DISCARDED), display.progress("answers") as progress:
         trials = speed.measure(engines, sets, params, measurement, progress)
         profiles = speed.profiles(engines, sets, params, measurement, trials, progress) if options.profile else None
@@ -116,13 +100,12 @@ def bench(
     arguments = {
         **asdict(model),
         **asdict(measurement),
-        **asdict(network),
         **_picked(params, "max_new_tokens temperature top_k top_p seed"),
         **_picked(drafting, "block_size draft_window draft_passes"),
         **_picked(target, "backend running vocab_size"),
         "methods": [method.name for method in methods],
         "prompts": [str(path) for path in options.prompts],
-        "drafter": options.drafter,
+        **_picked(options, "drafter draft_vocab"),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
@@ -139,8 +122,6 @@ def bench(
             print(measured.as_json(), end="")
         else:
             report.show(standard(), measured)
-        for note in {answers.ahead_note(engine.drafter) for engine in engines.values()}:
-            tell(note)
         sys.stdout.flush()  # a closed pipe still ends the command quietly here
 
 
@@ -223,90 +204,6 @@ def bench_server(
         raise UsageError(f"{measured.stopped} What was measured before is {place}.")
     if any(level.failed for level in measured.levels):
         raise typer.Exit(1)
-
-
-@settings
-class SuiteBenchSettings(MethodSettings):
-    """Methods that `blockdraft bench suite` measures, and what it writes."""
-
-    methods: Annotated[str, Flag(metavar="NAME,...")] = Field(f"{PLAIN},{CHAIN}")
-    temperature: Temperatures = Field((SamplingParams.temperature,), description=TEMPERATURES)
-    out: Results = Field(
-        None,
-        description="Folder for suite.json, written set by set. The same command resumes from there.",
-    )
-
-
-def bench_suite(
-    *,
-    model: DecodingTarget,
-    options: SuiteBenchSettings,
-    network: DraftNetwork,
-    settings: SuiteSettings,
-    measurement: Annotated[MeasureSettings, Only("tree_budget")],
-    drafting: FixedDrafting = FIXED,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the prompt sets of the DFlash paper (arXiv 2602.06036)."""
-    methods = options.parsed(model.target, drafting, measurement)
-    params = [
-        SamplingParams(settings.max_new_tokens, temperature, seed=settings.seed) for temperature in options.temperature
-    ]
-    tell_unused(params[0], options.temperature, _sampled(methods))
-
-    from blockdraft.evaluation.results import hardware
-    from blockdraft.evaluation.speed import check_methods, load_methods
-    from blockdraft.evaluation.suite import measure, results
-    from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
-    from blockdraft.folders import held
-
-    tasks = chosen_tasks(settings.tasks)
-    prompts = read_tasks(tasks, settings.suite_data, settings.limit)
-    check_methods(methods)
-    target = model.load_for(None, network)
-    machine = hardware(target.device)
-    running = {
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "running": target.running,
-        "machine": machine["gpu"] or machine["cpu"],
-    }
-    arguments: dict[str, Any] = {
-        "drafter": options.drafter,
-        **{name: value for name, value in asdict(network).items() if value},
-        "methods": {method.name: asdict(method.drafting) for method in methods},
-        **_picked(settings, "limit max_new_tokens seed"),
-        **asdict(model),
-        **running,
-    }
-    about = {**running, "hardware": machine, "blockdraft": version("blockdraft")}
-    measured = results.Results(arguments, about)
-    out = options.out
-    resumable = "nothing was written" if out is None else f"the same command resumes from {out}"
-    with held(out, "blockdraft bench suite") if out is not None else nullcontext():
-        if out is not None:
-            measured = results.resumed(measured, out, overwrite)
-        missing = [
-            (task, sampling)
-            for sampling in params
-            for task in tasks
-            if not measured.settled(task.name, sampling.temperature)
-        ]
-        if missing:
-            measure.check_prompts(target, prompts, params[0])
-        engines = load_methods(methods, target, 1, network) if missing else {}
-        with exit_on_interrupt(f"Interrupted; {resumable}."), display.progress("prompts") as progress:
-            for task, sampling in missing:
-                trials = measure.decode_task(engines, task, prompts[task.name], sampling, progress)
-                measured = measured.plus(measure.rows_of(task.name, sampling.temperature, trials, _sampled(methods)))
-                if out is not None:
-                    results.write(out, measured)
-    measured = measured.only([task.name for task in tasks], [sampling.temperature for sampling in params])
-    if as_json:
-        print(measured.as_json(), end="")
-    else:
-        results.show(standard(), measured, tasks)
-    sys.stdout.flush()
 
 
 def _sampled(methods: Sequence[Method]) -> set[str]:

@@ -19,10 +19,7 @@ from blockdraft.cli.target import (
     DecodingTarget,
     DrafterSettings,
     DraftingOptions,
-    DraftNetwork,
     Sampling,
-    auto_by_default,
-    drafter_or_lookup,
     tell_unused,
 )
 from blockdraft.errors import BlockdraftError, UsageError
@@ -54,7 +51,6 @@ def chat(
     *,
     model: DecodingTarget,
     drafter: DrafterSettings,
-    network: DraftNetwork,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message at the beginning of the conversation.")
     ] = None,
@@ -67,16 +63,14 @@ def chat(
     /help lists commands and keys. If standard input or output is not a terminal, each line of the input is a message,
     and only the answers are printed.
     """
-    place = drafter_or_lookup(model.target, drafter.drafter)
     tell_unused(sampling, [sampling.temperature], drafting.sampled)
 
     with uncollected():
-        from blockdraft.drafters import load_drafter
         from blockdraft.engine import Conversation, chat_engine
 
-        target = model.load_for(place, network)
-        loaded = load_drafter(place, target=target, **network.options())
-    with chat_engine(target, loaded, auto_by_default(drafting)) as engine:
+        target = model.load_for(drafter.drafter, drafter.draft_vocab)
+        loaded = drafter.load(target)
+    with chat_engine(target, loaded, drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         Chat(Conversation(engine, system), sampling, standard() if is_terminal else None).run()
 

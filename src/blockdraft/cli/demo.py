@@ -10,7 +10,7 @@ from blockdraft.cli.display import BYTES, progress, standard, tell
 from blockdraft.cli.target import load
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.tables import new_table
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,7 @@ def demo(
 
     target = load(name, threads="auto")
     drafter = load_drafter(target=target)
-    engine = Engine(target, drafter, 1, Drafting("auto"))
+    engine = Engine(target, drafter, 1)
     console, params = standard(), SamplingParams(MAX_NEW_TOKENS)
     kind = "lookup, which repeats parts of the text" if drafter.path is None else "its own"
     console.print(f"Model: {name}, {target.running}. Drafter: {kind}.\n", soft_wrap=True)

@@ -12,7 +12,7 @@ from pydantic import Field
 from blockdraft.cli import display
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DRAFTING, MODEL, Only
-from blockdraft.cli.target import TARGET, AsJson, DecodingSettings, Files, need_drafter
+from blockdraft.cli.target import TARGET, AsJson, DecodingSettings, Files
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.tables import SHARES, new_table, percents
@@ -64,16 +64,14 @@ def doctor(
     """
     # A quantized drafter proposes other tokens than the network that the checks run, as if decoding were at fault.
     model = replace(model, target=model.target or "bundled", round_drafters=False)
-    drafter = None if options.drafter == "bundled" else options.drafter
-    need_drafter(model.target, drafter, "leave --target out for the bundled pair", lookup=False)
     sets = read_prompt_sets(list(options.prompts), measurement.limit) if options.prompts else []
     texts = [prompt for prompt_set in sets for prompt in prompt_set.prompts] or SAMPLES.prompts
 
-    from blockdraft.drafters import for_others
+    from blockdraft.drafters import drafter_files
     from blockdraft.tools.doctor.examine import examine
 
+    examined = drafter_files(options.drafter or "bundled", model.target)
     target = model.load_for()
-    examined = for_others(drafter or "bundled", model.target, tell)
     tell(f"Target {target.path}, drafter {examined}.")
     with display.progress("checks") as progress:
         diagnosis = examine(target, examined, texts, options.max_new_tokens, progress)

@@ -47,7 +47,7 @@ def export(
         typer.Argument(
             metavar="DRAFTER",
             help="Drafter in any format that `generate` reads, as a folder, GGUF file or hub name; bundled is the "
-            "target's bundled one, for the tiny model the DFlash drafter.",
+            "target's bundled one.",
         ),
     ],
     *,
@@ -59,16 +59,11 @@ def export(
     Weights keep their dtype. The speculators format adds copies of the target's embedding and head; gguf writes two
     files for llama.cpp, drafter-TYPE.gguf and target-TYPE.gguf. The folder appears whole or not at all.
     """
-    from blockdraft.drafters import for_others, names
+    from blockdraft.drafters import drafter_files
     from blockdraft.formats import find_layout
     from blockdraft.training.export import convert, format_for, usual_format
 
-    drafter = str(for_others(drafter, model.target, tell))
-    if drafter in names():
-        raise UsageError(
-            f"DRAFTER is {drafter}, which has no files of its own to write; give the folder of a drafter. Which "
-            "engines find an MTP head in the target's folder is in docs/export.md."
-        )
+    drafter = str(drafter_files(drafter, model.target))
     if options.format == GGUF:
         backend = model.backend if model.backend != DEFAULT_BACKEND else None
         for name, value in (("target-name", options.target_name), ("backend", backend)):

@@ -22,10 +22,7 @@ from blockdraft.cli.target import (
     DecodingTarget,
     DrafterSettings,
     DraftingOptions,
-    DraftNetwork,
     Sampling,
-    auto_by_default,
-    drafter_or_lookup,
     exclude,
     tell_unused,
 )
@@ -70,7 +67,6 @@ def generate(
     model: DecodingTarget,
     prompt: PromptArgument = None,
     drafter: DrafterSettings,
-    network: DraftNetwork,
     sampling: Sampling,
     drafting: DraftingOptions,
     options: GenerateSettings,
@@ -80,7 +76,6 @@ def generate(
 
     A terminal shows the answer as it comes, with accepted draft tokens in green. A pipe gets the answer alone.
     """
-    place = drafter_or_lookup(model.target, drafter.drafter)
     # All runs of a comparison share one seed.
     params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
     tell_unused(params, [params.temperature], drafting.sampled)
@@ -104,18 +99,16 @@ def generate(
 
     with uncollected():
         from blockdraft.cli import answers
-        from blockdraft.drafters import load_drafter
         from blockdraft.engine import Engine, infill_params, infill_prompt
 
         peak = PeakMemory() if as_json else None  # on top of what the imports take
         size = {"max_batch_size": options.batch_size or 1} if options.batch_size or not options.prompts else {}
-        target = model.load_for(place, network)
-        loaded = load_drafter(place, target=target, **network.options())
-        engine = Engine(target, loaded, drafting=auto_by_default(drafting), **size)
+        target = model.load_for(drafter.drafter, drafter.draft_vocab)
+        loaded = drafter.load(target)
+        engine = Engine(target, loaded, drafting=drafting, **size)
 
     if options.prompts:
         _answer_all(engine, prompts, params)
-        tell(answers.ahead_note(engine.drafter))
         return
     [text] = prompts
     if options.suffix is not None:
@@ -141,7 +134,6 @@ def generate(
             answers.show_comparison(console, comparison)
     sys.stdout.flush()  # a closed pipe still ends the command quietly here
     tell(answers.slower_note(engine, comparison) if comparison else None)
-    tell(answers.ahead_note(engine.drafter))
 
 
 def _answer_all(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> None:

@@ -47,7 +47,7 @@ def inspect(
         typer.Argument(
             metavar="DIR|FILE",
             help="Drafter, target, adapter or block-diffusion model, as a folder or GGUF file; bundled is the target's "
-            "bundled drafter, bundled-dflash the tiny one that other engines read.",
+            "bundled drafter.",
         ),
     ],
     *,

@@ -17,7 +17,7 @@ import typer
 
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import Only, add
-from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings, need_drafter
+from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.tables import new_table
@@ -202,14 +202,11 @@ def calibrate(
     The block size and tree budget "auto" begin with these times, and learn from the steps that run. Measure while
     nothing else runs.
     """
-    need_drafter(model.target, drafter.drafter, "--drafter lookup")
-
-    from blockdraft.drafters import load_drafter
     from blockdraft.engine.adaptive import costs as stored_costs
     from blockdraft.engine.adaptive.costs import Probe
 
-    target = model.load_for(drafter.drafter)
-    loaded = load_drafter(drafter.drafter, target=target)
+    target = model.load_for(drafter.drafter, drafter.draft_vocab)
+    loaded = drafter.load(target)
     file = stored_costs.path(target, loaded)
     costs = None if anew else stored_costs.load(file)
     if costs is None:

@@ -13,13 +13,10 @@ from blockdraft.cli.target import (
     DecodingTarget,
     DrafterSettings,
     DraftingOptions,
-    DraftNetwork,
-    auto_by_default,
-    drafter_or_lookup,
 )
 from blockdraft.errors import UsageError
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
-from blockdraft.types import DEFAULT_BACKEND, DraftModel
+from blockdraft.types import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     import socket
@@ -36,7 +33,6 @@ def serve(
     *,
     model: DecodingTarget,
     drafter: DrafterSettings,
-    network: DraftNetwork,
     drafting: DraftingOptions,
     settings: ServeSettings,
 ) -> None:
@@ -45,7 +41,6 @@ def serve(
     It serves the model at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
     Ctrl-C or SIGTERM lets running responses end; a second one ends the server at once.
     """
-    place = drafter_or_lookup(model.target, drafter.drafter)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"The server needs {', '.join(missing)}; run pip install 'blockdraft[server]'.")
@@ -57,7 +52,7 @@ def serve(
     usual, *others = settings.backends or _default_backends(model)
     with server.bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
-        load = partial(_engine, model, place, network, auto_by_default(drafting), settings)
+        load = partial(_engine, model, drafter, drafting, settings)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
@@ -83,21 +78,19 @@ def _default_backends(model: DecodingSettings) -> tuple[str, ...]:
 
 def _engine(
     model: DecodingSettings,
-    drafter: str | None,
-    network: DraftModel,
+    drafter: DrafterSettings,
     drafting: Drafting,
     settings: ServeSettings,
     backend: str,
 ) -> Engine:
-    from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.engine.prefix_store import STORED_TOKENS
 
-    target = replace(model, backend=backend).load_for(drafter, network)
+    target = replace(model, backend=backend).load_for(drafter.drafter, drafter.draft_vocab)
     cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, target.device.type == "cpu")
     return Engine(
         target,
-        load_drafter(drafter, target=target, **network.options()),
+        drafter.load(target),
         settings.max_batch_size,
         drafting,
         prefix_tokens=prefix_tokens,
@@ -129,9 +122,9 @@ def announce(service: Service, bound: socket.socket, check_result: str | None) -
     if about["has_chat_template"]:
         path = "chat/completions"
         call = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    limits = f"trees of up to {drafting.tree_budget} draft tokens, " if drafting.tree_budget else ""
-    limits += f"blocks of {drafting.block_size or about['block_size']} tokens"
-    if "auto" in (drafting.block_size, drafting.tree_budget):
+    trees = f"trees of up to {drafting.tree_budget} draft tokens, " if drafting.tree_budget else ""
+    limits = f"{trees}blocks of {about['block_size']} tokens"
+    if drafting.automatic:
         limits = f"as far as it pays, blocks of at most {about['block_size']} tokens"
     if note := drafter_note(engine):
         limits += f", {note}"

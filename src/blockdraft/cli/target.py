@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +23,6 @@ from blockdraft.types import (
     Backend,
     Compile,
     Drafting,
-    DraftModel,
     KVDtype,
     Quantize,
     SamplingParams,
@@ -33,6 +31,7 @@ from blockdraft.types import (
 if TYPE_CHECKING:
     import torch
 
+    from blockdraft.drafters import Drafter
     from blockdraft.targets import Target, TargetText
 
 AsJson = Annotated[
@@ -45,12 +44,17 @@ Overwrite = Annotated[
 Folder = Annotated[Path, Flag(metavar="DIR")]
 Files = Annotated[tuple[Path, ...], Flag(metavar="FILE", repeat=True, panel=DATA)]
 
+DraftVocab = Annotated[str | None, Flag(metavar="N|FILE", panel=DRAFTING)]
+DRAFT_VOCAB = (
+    "Restrict drafting to some tokens, which makes it cheaper for drafters that use the target's output head: the "
+    "first N of the vocabulary, or a file with a list of token ids (JSON or .pt)."
+)
+
 SAMPLING_FLAGS = (
     "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop seed"
 )
 Sampling = Annotated[SamplingParams, Only(SAMPLING_FLAGS, SAMPLING)]
 DraftingOptions = Annotated[Drafting, Only("block_size tree_budget draft_window draft_passes sampled", DRAFTING)]
-DraftNetwork = Annotated[DraftModel, Only(panel=DRAFTING)]
 Records = Annotated[RecordSettings, Only("split subset", DATA)]
 RecordFields = Annotated[RecordSettings, Only("split subset text_field prompt_field response_field", DATA)]
 
@@ -140,19 +144,14 @@ class DecodingSettings(TargetSettings):
         "any batch. Targets compiled for a CPU always do; others become slower.",
     )
 
-    def load_for(self, drafter: str | None = None, network: DraftModel | None = None) -> Target:
-        """Load the target, after a check of what can be known without it.
-
-        Args:
-            drafter: Drafter that must exist.
-            network: Its draft vocabulary must be readable.
-        """
+    def load_for(self, drafter: str | None = None, draft_vocab: str | None = None) -> Target:
+        """Load the target, after a check that a drafter exists and a draft vocabulary is readable."""
         from blockdraft.drafters import check_draft_vocab, check_place
         from blockdraft.models import TINY, default_target
 
         template = None if self.chat_template is None else read_template(self.chat_template)
-        if network is not None and network.draft_vocab is not None:
-            check_draft_vocab(network.draft_vocab)
+        if draft_vocab is not None:
+            check_draft_vocab(draft_vocab)
         if drafter is not None:
             check_place(drafter)
         if self.target is None and default_target().is_relative_to(TINY) and sys.stderr.isatty():
@@ -210,10 +209,24 @@ class DrafterSettings:
         None,
         description="Drafter: the folder, GGUF file or hub name of one, or the folder of a smaller language model or "
         "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target), "
-        "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that "
-        "have one), bundled-dflash (the tiny model's DFlash drafter, which other engines read too). A + combines "
-        "several, as in lookup+DIR.",
+        "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that have "
+        "one; others get lookup). A + combines several, as in lookup+DIR.",
     )
+    draft_vocab: DraftVocab = Field(None, description=DRAFT_VOCAB)
+
+    def load(self, target: Target) -> Drafter:
+        """Load the named drafter, else the target's bundled one, else lookup, with a note on how to get another."""
+        from blockdraft.drafters import load_drafter
+        from blockdraft.formats.gguf import is_gguf, open_gguf
+        from blockdraft.targets import has_head
+
+        drafter = load_drafter(self.drafter, target=target, draft_vocab=self.draft_vocab)
+        if self.drafter is None and drafter.path is None:
+            remedy = f"To make one: blockdraft fit --target {target.path} --out DIR"
+            if target.path is not None and is_gguf(target.path) and has_head(open_gguf(target.path)):
+                remedy = "The file holds an MTP head: --drafter mtp drafts with it"
+            tell(f"No drafter is bundled for {target.path}. Using lookup, which copies from the text so far. {remedy}.")
+        return drafter
 
 
 def load(
@@ -273,73 +286,3 @@ def exclude(option: str, *others: tuple[str, object]) -> None:
     for name, value in others:
         if value not in (None, False, ()):
             raise UsageError(f"{option} and {name} exclude each other; leave one of them out.")
-
-
-def auto_by_default(drafting: Drafting) -> Drafting:
-    """Return the drafting with the block size "auto" for chains, sampled ones included, unless a size is given."""
-    if drafting.block_size is None and drafting.tree_budget == 0:
-        return replace(drafting, block_size="auto")
-    return drafting
-
-
-def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
-    """Return the named drafter, None for the target's bundled one, or lookup, with a note, if it has none."""
-    if drafter is not None or _has_drafter(target):
-        return drafter
-    from blockdraft.formats.gguf import is_gguf, open_gguf
-    from blockdraft.targets import has_head
-
-    remedy = f"To make one: blockdraft fit --target {target} --out DIR"
-    if is_gguf(str(target)) and has_head(open_gguf(Path(str(target)).expanduser())):
-        remedy = "The file holds an MTP head: --drafter mtp drafts with it"
-    tell(f"No drafter is known for {target}. Using lookup, which copies from the text so far. {remedy}.")
-    return "lookup"
-
-
-def need_drafter(target: str | None, drafter: str | None, remedy: str, lookup: bool = True) -> None:
-    """Raise a UsageError if no drafter is named and none is known for the target.
-
-    Args:
-        remedy: Another remedy, for the message.
-        lookup: Whether lookup will do for a model of the catalogue without a bundled drafter, with a note.
-    """
-    if drafter is None and not _has_drafter(target, lookup):
-        raise UsageError(
-            f"No drafter is known for {target}; add --drafter DIR, {remedy}, or make one: "
-            f"blockdraft fit --target {target} --out DIR."
-        )
-
-
-def _has_drafter(target: str | None, lookup: bool = True) -> bool:
-    """Return whether a drafter is known for a target, as in `need_drafter`.
-
-    Raises:
-        UsageError: There is no such target.
-    """
-    if target is None or target == "bundled":
-        return True
-    from blockdraft.drafters import bundled_for
-    from blockdraft.models import bundled_drafter, find, located, model_of
-
-    path = Path(target).expanduser()
-    model = model_of(path) if path.exists() else find(target)
-    if model is not None:
-        located(target)
-        is_bundled = bundled_drafter(model) is not None
-        if lookup and not is_bundled:
-            tell(f"No drafter is bundled for {model.id}. Using lookup, which copies from the text so far.")
-        if lookup or is_bundled:
-            return True
-    if path.exists() and bundled_for(path) is not None:
-        return True
-    is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
-    if is_path and not path.exists():
-        raise UsageError(
-            f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
-            "`blockdraft models` lists."
-        )
-    if target.endswith(".gguf"):
-        from blockdraft.formats.gguf import open_gguf
-
-        open_gguf(path)  # raises for a broken file
-    return False

@@ -71,8 +71,7 @@ def decode_batch(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     pad_token: int,
-    *,
-    block_size: int | None = None,
+    drafting: Drafting = Drafting(None),  # noqa: B008 (frozen)
     streamer: Any = None,
 ) -> tuple[Tensor, list[Completion]]:
     """Decode a batch with an engine that has just enough memory for it.
@@ -82,7 +81,7 @@ def decode_batch(
         prompts: Token ids of each prompt without padding.
         params: Sampling parameters; row i uses `seed + i`.
         pad_token: Filler of responses that are shorter than the longest.
-        block_size: Block size, anchor included; None is the drafter's own.
+        drafting: How far to draft; by default whole blocks.
         streamer: A streamer of transformers, for one prompt.
 
     Returns:
@@ -92,7 +91,7 @@ def decode_batch(
     batch_size = min(len(prompts), MAX_BATCH_SIZE)
     longest = max(map(len, prompts)) + params.max_new_tokens + 1 + drafter.block_size
     slots = batch_size * target.row_slots(longest)
-    engine = Engine(target, drafter, batch_size, Drafting(block_size), cache_tokens=slots)
+    engine = Engine(target, drafter, batch_size, drafting, cache_tokens=slots)
     completions = list[Completion]()
     if streamer is None:
         rows = [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(len(prompts))]

@@ -6,26 +6,18 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockdraft.compat.adapt import check_token_ids, decode_batch, sampling, stop_ids, without_padding
-from blockdraft.drafters import (
-    BUNDLED_DFLASH,
-    DIFFUSION_STEPS,
-    NOISE_SCHEDULE,
-    Drafter,
-    NetworkDrafter,
-    check_refinement,
-    load_drafter,
-)
+from blockdraft.drafters import NOISE_SCHEDULE, NOISE_SCHEDULES, Drafter, load_drafter
 from blockdraft.engine import Stats
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, as_target
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 NEUTRAL = {"temperature": 1, "top_p": 1}  # values that change nothing
 
@@ -39,7 +31,7 @@ class DFlashConfig:
         diffusion_steps: Draft passes per block. Each pass fixes its most probable draft tokens, which the next pass
             sees. None is the drafter's own number, 1 for all but flow maps.
         noise_schedule: Curve of the share of draft tokens fixed after each pass, "cosine" or "linear".
-        drafter: Folder of a DFlash checkpoint; None is the bundled one, which fits the bundled target.
+        drafter: As in `load_drafter`; None is the bundled one.
     """
 
     block_size: int | None = None
@@ -50,7 +42,10 @@ class DFlashConfig:
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
             raise UsageError(f"block_size must be at least 1 (no drafting), got {self.block_size}.")
-        check_refinement(DIFFUSION_STEPS if self.diffusion_steps is None else self.diffusion_steps, self.noise_schedule)
+        if self.diffusion_steps is not None and self.diffusion_steps < 1:
+            raise UsageError(f"diffusion_steps must be at least 1, got {self.diffusion_steps}.")
+        if self.noise_schedule not in NOISE_SCHEDULES:
+            raise UsageError(f"noise_schedule must be one of {sorted(NOISE_SCHEDULES)}, got {self.noise_schedule!r}.")
 
 
 class DFlashGenerationMixin:
@@ -61,7 +56,7 @@ class DFlashGenerationMixin:
         config: Settings of drafting.
 
     Raises:
-        UsageError: The drafter does not fit the model, is not a DFlash drafter, or was trained for smaller blocks.
+        UsageError: The drafter does not fit the model, or was trained for smaller blocks.
 
     Attributes:
         last_stats: Statistics of the last call, one for each prompt.
@@ -71,16 +66,12 @@ class DFlashGenerationMixin:
         self.dflash_config = config = config or DFlashConfig()
         self.target = as_target(base_model)
         self.last_stats: list[Stats] = []
-        loaded = load_drafter(config.drafter or BUNDLED_DFLASH, target=self.target)
-        if not isinstance(loaded, NetworkDrafter):
+        self.drafter = cast(Any, load_drafter(config.drafter or "bundled", target=self.target))
+        self.drafter.noise_schedule = config.noise_schedule  # which DFlash and its relatives read
+        if config.block_size is not None and config.block_size > self.drafter.block_size:
             raise UsageError(
-                f"drafter is {str(config.drafter)!r}, which is not a DFlash drafter; give a DFlash checkpoint."
+                f"block_size is {config.block_size}; this drafter was trained for at most {self.drafter.block_size}."
             )
-        if config.block_size is not None and config.block_size > loaded.block_size:
-            raise UsageError(
-                f"block_size is {config.block_size}; this drafter was trained for at most {loaded.block_size}."
-            )
-        self.drafter = loaded.adapted(self.target, config.diffusion_steps, config.noise_schedule)
         self._plain: Drafter = load_drafter("none", target=self.target)
 
     @property
@@ -157,9 +148,10 @@ class DFlashGenerationMixin:
             stop_token_ids=stops,
             ignore_eos=eos_token_id is not None,
         )
-        drafter, block_size = (self.drafter, self.dflash_config.block_size) if use_dflash else (self._plain, None)
-        pad = self._pad_token(stops) if pad_token_id is None else pad_token_id
-        output, completions = decode_batch(self.target, drafter, input_ids, prompts, params, pad, block_size=block_size)
+        config, pad = self.dflash_config, self._pad_token(stops) if pad_token_id is None else pad_token_id
+        drafting = Drafting(config.block_size, draft_passes=config.diffusion_steps) if use_dflash else Drafting(None)
+        drafter = self.drafter if use_dflash else self._plain
+        output, completions = decode_batch(self.target, drafter, input_ids, prompts, params, pad, drafting)
         self.last_stats = [completion.stats for completion in completions]
         return output
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockdraft.compat.adapt import check_token_ids, decode_batch, stop_ids
-from blockdraft.drafters import NetworkDrafter, drafter_of
+from blockdraft.drafters import drafter_of
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Network
 from blockdraft.errors import UsageError
@@ -23,7 +23,7 @@ from blockdraft.types import SamplingParams
 
 
 def spec_generate(
-    network_or_drafter: DFlashNetwork | NetworkDrafter,
+    network_or_drafter: Any,
     target: PreTrainedModel | Target,
     input_ids: Tensor | Sequence[int],
     max_new_tokens: int,
@@ -35,8 +35,8 @@ def spec_generate(
     """Decode one prompt.
 
     Args:
-        network_or_drafter: A network, which is moved to the target's device and dtype, or a drafter from
-            `load_drafter`, which is not.
+        network_or_drafter: A `DFlashNetwork`, which is moved to the target's device and dtype, or a drafter from
+            `load_drafter`.
         target: A causal language model of transformers, or a target from `load_target`.
         input_ids: `[1, L]` integers, or a list of token ids.
         max_new_tokens: Maximum number of new tokens.
@@ -75,7 +75,7 @@ def spec_generate(
         ignore_eos=True,
     )
     given = network_or_drafter
-    drafter = given.adapted(bound) if isinstance(given, NetworkDrafter) else drafter_of(given, bound)
+    drafter = drafter_of(given, bound) if isinstance(given, torch.nn.Module) else given
     return decode_batch(bound, drafter, ids, ids.tolist(), params, pad_token=0)[0]
 
 

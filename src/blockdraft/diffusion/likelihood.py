@@ -11,7 +11,7 @@ import torch
 
 from blockdraft.diffusion.losses import losses
 from blockdraft.diffusion.model import DiffusionModel
-from blockdraft.diffusion.noise import Noise, counted_noise
+from blockdraft.diffusion.noise import counted_noise
 from blockdraft.diffusion.settings import LikelihoodSettings
 from blockdraft.diffusion.text import Tokens, sequence_length
 from blockdraft.errors import UsageError
@@ -51,15 +51,11 @@ def likelihood(
     texts: Sequence[Tokens],
     settings: LikelihoodSettings = LikelihoodSettings(),  # noqa: B008 (frozen)
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-    compute: Callable[[DiffusionModel, torch.Tensor, Noise], torch.Tensor] = losses,
 ) -> Likelihood:
     """Measure the likelihood of texts.
 
     Each text is cut into sequences. Each sequence begins with the last token of the one before, and its first token is
     given. So every token of a text but the first is predicted once.
-
-    Args:
-        compute: `losses`, or a function with the same results.
 
     Raises:
         UsageError: There is no token to predict, or sequences are longer than the context.
@@ -80,7 +76,7 @@ def likelihood(
         progress("perplexity", done, draws * len(batches))
         ids, eligible = (torch.stack(values) for values in zip(*batches[batch], strict=True))
         noise = counted_noise(eligible, size, generator)
-        by_position = compute(model, ids.to(model.network.device), noise).sum(dim=0)
+        by_position = losses(model, ids.to(model.network.device), noise).sum(dim=0)
         model.check_finite(by_position)
         sums[draw, : len(by_position)] += by_position.double().cpu()
     progress("perplexity", draws * len(batches), draws * len(batches))

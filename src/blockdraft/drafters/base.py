@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
-from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
@@ -28,15 +27,7 @@ NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
 }
 
-DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
-
-
-def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
-    """Raise a UsageError if there is no draft pass or the schedule is unknown."""
-    if diffusion_steps < 1:
-        raise UsageError(f"diffusion_steps must be at least 1, got {diffusion_steps}.")
-    if noise_schedule not in NOISE_SCHEDULES:
-        raise UsageError(f"noise_schedule must be one of {sorted(NOISE_SCHEDULES)}, got {noise_schedule!r}.")
+NOISE_SCHEDULE = "cosine"  # unless another one is chosen
 
 
 class Drafter(Protocol):
@@ -55,7 +46,6 @@ class Drafter(Protocol):
         has_target_head: Whether it scores tokens by the target's output projection, or by the rows of it in
             `target.draft_head`.
         draft_vocab: Number of these rows; None is all.
-        device: Device that it drafts on; None is the target's device.
         compile_reason: Reason why its network is not compiled for a CPU; None if it is, or without a network.
         bits: Bits to which its weights are quantized next to its target; None if they are not.
         slots_beside: Maximum number of KV slots behind a sequence that a draft uses.
@@ -78,10 +68,6 @@ class Drafter(Protocol):
     def kind(self) -> str:
         """Name of its kind, which is that of its file or folder in this package."""
         return type(self).__module__.removeprefix(f"{__package__}.").partition(".")[0]
-
-    @property
-    def device(self) -> torch.device | None:
-        return None
 
     @property
     def compile_reason(self) -> str | None:
@@ -176,8 +162,6 @@ class DrafterSpec:
         network: Class of the network that training makes; None without a network.
         layouts: Names of the layouts that can hold it. Training writes the first.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
-        load_on: Function that loads it onto another device than the target's; None for a kind that reads the target's
-            hidden states or has no model.
         cost: Cost of running published drafters of the kind.
     """
 
@@ -188,7 +172,6 @@ class DrafterSpec:
     network: type[nn.Module] | None = None
     layouts: tuple[str, ...] = ()
     drafter: Callable[[Any, Target], Drafter] | None = None
-    load_on: Callable[[Path, Target, torch.device], Drafter] | None = None
     cost: DraftCost = DraftCost()
 
 
@@ -285,24 +268,3 @@ class RunnerDrafter(Drafter):
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return cast(int, self._run.workspace_bytes(batch, nodes, slots))
-
-
-@runtime_checkable
-class NetworkDrafter(Drafter, Protocol):
-    """Drafter with a draft network, which runs in one or several passes per block.
-
-    Attributes:
-        network: Draft network, already on the target's device and in its dtype.
-        config: Configuration of the network.
-    """
-
-    network: nn.Module
-    config: DraftConfig
-
-    def adapted(
-        self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
-    ) -> NetworkDrafter:
-        """Return a copy of this drafter for a target, with this number and schedule of draft passes.
-
-        None keeps the present value.
-        """

@@ -17,7 +17,6 @@ from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, chain, cut
 from blockdraft.diffusion.folder import FAMILY_OF, load_model
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.drafters.base import (
-    DIFFUSION_STEPS,
     NOISE_SCHEDULE,
     NOISE_SCHEDULES,
     Drafter,
@@ -133,7 +132,7 @@ class BlockDiffusionDrafter(Drafter):
         count = min(plan.block_size - 1, max(free))
         if count == 0:
             return chain(anchor[:, None])
-        logits = self._logits(state, texts, free, plan.draft_passes or DIFFUSION_STEPS)[:, :count]
+        logits = self._logits(state, texts, free, plan.draft_passes or 1)[:, :count]
         plan = replace(plan, block_size=1 + count)
         if isinstance(plan, SampledPlan):
             plan = replace(plan, uniforms=plan.uniforms[:, :count])

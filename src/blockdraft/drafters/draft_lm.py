@@ -21,7 +21,6 @@ from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache, SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.timing import DRAFT_CHOICE, PASS, mark
@@ -139,10 +138,6 @@ class DraftLMDrafter(Drafter):
     def weight_bytes(self) -> int:
         return self.model.weight_bytes()
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return self.model.forward_bytes(batch, nodes, slots)
 
@@ -161,16 +156,7 @@ class DraftLMDrafter(Drafter):
             self._read(state, [ids if len(ids) <= self.model.max_context else [] for ids in state.committed])
 
     @torch.no_grad()
-    def propose(
-        self, state: DraftState, anchor: Tensor, plan: Plan, foreseen: Sequence[Sequence[Tensor]] = ()
-    ) -> Proposal:
-        """As in `Drafter`.
-
-        Args:
-            foreseen: First draft tokens and the model's probabilities of them, `[B]` each, if already known. They take
-                no forward pass. Not supported if draft tokens are sampled.
-        """
-        wanted_on, anchor = anchor.device, send(anchor, self.model.device)
+    def propose(self, state: DraftState, anchor: Tensor, plan: Plan) -> Proposal:
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(ids))) for ids in state.committed]
         draws = plan.uniforms if isinstance(plan, SampledPlan) else None
         seconds = plan.step_seconds if draws is None else None
@@ -186,27 +172,19 @@ class DraftLMDrafter(Drafter):
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
             if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
                 break
-            if depth < len(foreseen):
-                draft_token, acceptance_prob = foreseen[depth]
+            if depth == 0:
+                logits = self._read(state, known)
             else:
-                if depth == len(foreseen):
-                    ids = torch.stack(draft_tokens, dim=1).tolist()
-                    texts = [
-                        text[:-1] + drafted[: min(free, 1 + depth)]
-                        for text, drafted, free in zip(known, ids, room, strict=True)
-                    ]
-                    logits = self._read(state, texts)
-                else:
-                    logits = self.forward(draft_tokens[-1][:, None], state.cache)[:, 0]
-                    state.cache.commit([[0] if free > depth else [] for free in room])
-                if draws is not None:
-                    dists.append(sparsify(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
-                    sampled = draw(dists[-1].probs, draws[:, depth : depth + 1])
-                    draft_token = dists[-1].ids[:, 0].gather(1, sampled.to(anchor.device))[:, 0]
-                else:
-                    draft_token = best_tokens(logits)
-                if seconds:
-                    acceptance_prob = acceptance_probs_of(logits, draft_token)
+                logits = self._forward(draft_tokens[-1][:, None], state.cache)[:, 0]
+                state.cache.commit([[0] if free > depth else [] for free in room])
+            if draws is not None:
+                dists.append(sparsify(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
+                sampled = draw(dists[-1].probs, draws[:, depth : depth + 1])
+                draft_token = dists[-1].ids[:, 0].gather(1, sampled.to(anchor.device))[:, 0]
+            else:
+                draft_token = best_tokens(logits)
+            if seconds:
+                acceptance_prob = logits.float().softmax(dim=-1).gather(-1, draft_token[:, None])[:, 0]
             if seconds:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
                 survival = survival * within * acceptance_prob
@@ -219,7 +197,6 @@ class DraftLMDrafter(Drafter):
         if made:  # the model has not read the last draft token
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
             state.record(state.committed, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
-        tokens = tokens.to(wanted_on)
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past, -1)
         if not dists:
@@ -228,8 +205,7 @@ class DraftLMDrafter(Drafter):
             acceptance_probs = tuple(tuple(step[index] for step in survivals[:free]) for index, free in enumerate(room))
             return Proposal(tokens, parents, expected=tuple(expected.tolist()), acceptance_probs=acceptance_probs)
         sampled_from = SparseDistribution(
-            torch.cat([dist.ids for dist in dists], 1).to(wanted_on),
-            torch.cat([dist.probs for dist in dists], 1).to(wanted_on),
+            torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
         )
         return Proposal(tokens, parents, chain_q(sampled_from, made, plan.params))
 
@@ -260,38 +236,27 @@ class DraftLMDrafter(Drafter):
         tokens = torch.tensor([[*ids, *[0] * (count - len(ids))] for ids in new], device=self.model.device)
         last = torch.tensor([max(len(ids) - 1, 0) for ids in new], device=self.model.device)
         # With `logits_at`, logits of one position per sequence are computed, else of all `count`.
-        logits = self.forward(tokens, state.cache, logits_at=last if count > len(new) else None)
+        logits = self._forward(tokens, state.cache, logits_at=last if count > len(new) else None)
         state.cache.commit([range(len(ids)) for ids in new])
         state.record(state.committed, [list(text) for text in texts])
         return logits[torch.arange(len(new)), last.clamp(max=logits.size(1) - 1)]
 
-    def forward(
-        self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None, logits_at: Tensor | None = None
-    ) -> Tensor:
-        """Return logits of a tree, or of a chain if `parents` is None, over the target's vocabulary.
+    def _forward(self, tokens: Tensor, cache: KVCache, logits_at: Tensor | None = None) -> Tensor:
+        """Return logits of chains over the target's vocabulary.
 
         If the two models' embeddings are padded to different sizes, a token that the draft model lacks is read as its
         last one. The tokenizer never produces such a token.
         """
         mark(DRAFT_CHOICE)
         known = tokens.clamp(max=self.model.vocab_size - 1)
-        parents = chain(known).parents if parents is None else parents
-        logits = self.model.forward(known, parents, cache, logits_at=logits_at).logits
+        logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
         mark(PASS)
         return logits[..., : self._vocab_size]
 
 
-def acceptance_probs_of(logits: Tensor, draft_tokens: Tensor) -> Tensor:
-    """Return probabilities `[...]` of tokens `[...]` under logits `[..., V]`."""
-    return logits.float().softmax(dim=-1).gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
-
-
-def load(path: Path, target: Target, device: torch.device | None = None) -> DraftLMDrafter:
-    """Load a draft model onto the target's device, or onto another one in its default dtype."""
-    device = target.device if device is None else device
-    # A GGUF file has a dtype of its own.
-    dtype = target.dtype if device.type == target.device.type and not is_gguf(path) else None
-    return DraftLMDrafter(load_target(path, dtype, device, threads=torch.get_num_threads()), target)
+def load(path: Path, target: Target) -> DraftLMDrafter:
+    dtype = None if is_gguf(path) else target.dtype  # a GGUF file has a dtype of its own
+    return DraftLMDrafter(load_target(path, dtype, target.device, threads=torch.get_num_threads()), target)
 
 
 class CausalLMs(Sequence[str]):
@@ -310,4 +275,4 @@ class CausalLMs(Sequence[str]):
         return len(self._names)
 
 
-DRAFTER = DrafterSpec(load, architectures=CausalLMs(), load_on=load)
+DRAFTER = DrafterSpec(load, architectures=CausalLMs())

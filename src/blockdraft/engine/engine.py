@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TypeAlias
 from weakref import WeakSet
 
 from blockdraft.decode.prediction import Prediction
@@ -31,8 +30,6 @@ from blockdraft.targets import Target
 from blockdraft.types import Drafting, Prompt, RequestDrafting, SamplingParams
 
 PREFILL_TOKENS, PREFILL_TOKENS_CPU = 2048, 256
-
-Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
 class Engine:
@@ -194,7 +191,9 @@ class Engine:
         self._begin([request])
         return request
 
-    def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
         """Answer several prompts.
 
         Args:
@@ -204,7 +203,13 @@ class Engine:
         Raises:
             UsageError, ClosedError: As in `submit`. All prompts are checked before the first is decoded.
         """
-        return self._results(self._requests(prompts, params))
+        if isinstance(prompts, str):
+            raise UsageError("prompts must be a list of prompts, got one text.")
+        if not isinstance(params, Sequence):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise UsageError(f"{len(prompts)} prompts came with {len(params)} SamplingParams; give one, or one each.")
+        return self._results([self.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)])
 
     def infill(
         self, prefix: str, suffix: str, extra: Sequence[ExtraFile] = (), params: SamplingParams | None = None
@@ -245,46 +250,6 @@ class Engine:
         chunks: SimpleQueue[Chunk] = SimpleQueue()
         return _chunks(self.submit(prompt, params, chunks.put, drafting, trace), chunks)
 
-    async def asubmit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        listener: Callable[[Chunk], object] | None = None,
-        drafting: RequestDrafting | None = None,
-        trace: bool = False,
-    ) -> Request:
-        """Queue one prompt from a coroutine. Another thread tokenizes it, and the event loop calls the listener."""
-        loop = asyncio.get_running_loop()
-
-        def in_loop(chunk: Chunk) -> None:
-            assert listener is not None
-            loop.call_soon_threadsafe(listener, chunk)
-
-        request = await asyncio.to_thread(self.request, prompt, params or SamplingParams(), drafting, trace)
-        request.listener = in_loop if listener else None
-        self._begin([request])  # not in the other thread: a cancelled coroutine would leave the request running
-        return request
-
-    async def agenerate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Completion]:
-        """Answer several prompts from a coroutine, as `generate`. Cancelling it cancels the requests."""
-        requests = await asyncio.to_thread(self._requests, prompts, params)
-        loop, ended = asyncio.get_running_loop(), asyncio.Queue[None]()
-
-        def listen(chunk: Chunk) -> None:
-            if chunk.finish_reason is not None:
-                loop.call_soon_threadsafe(ended.put_nowait, None)
-
-        for request in requests:
-            request.listener = listen
-        self._begin(requests)
-        try:
-            for _ in requests:
-                await ended.get()
-        finally:
-            for request in requests:
-                request.cancel()
-        return [request.result() for request in requests]
-
     async def astream(
         self,
         prompt: Prompt,
@@ -292,9 +257,11 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> AsyncIterator[Chunk]:
-        """Answer one prompt from a coroutine, as `stream`."""
-        chunks = asyncio.Queue[Chunk]()
-        request = await self.asubmit(prompt, params, chunks.put_nowait, drafting, trace)
+        """Answer one prompt from a coroutine, as `stream`. Another thread tokenizes the prompt."""
+        loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
+        request = await asyncio.to_thread(self.request, prompt, params or SamplingParams(), drafting, trace)
+        request.listener = lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+        self._begin([request])  # not in the other thread: a cancelled coroutine would leave the request running
         try:
             while True:
                 chunk = await chunks.get()
@@ -313,15 +280,6 @@ class Engine:
             for request in requests:
                 request.cancel()
             raise
-
-    def _requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
-        if isinstance(prompts, str):
-            raise UsageError("prompts must be a list of prompts, got one text.")
-        if not isinstance(params, Sequence):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts came with {len(params)} SamplingParams; give one, or one each.")
-        return [self.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
 
     def request(
         self,

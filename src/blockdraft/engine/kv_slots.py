@@ -297,16 +297,6 @@ class Memory:
         """Return all memory: the caches of target and drafter with so many slots, and the workspace of a step."""
         return self.caches(slots) + self.workspace(slots)
 
-    def by_device(self, slots: int) -> dict[torch.device, int]:
-        """Return `bytes` by device, since drafters may have devices of their own."""
-        taken = {self.target.device: self.bytes(slots)}
-        for part in self.drafter.parts:
-            device = part.device or self.target.device
-            size = part.state_bytes(1, slots) + self._draft_workspace(part, slots)
-            taken[self.target.device] -= size
-            taken[device] = taken.get(device, 0) + size
-        return taken
-
     def caches(self, slots: int) -> int:
         """Return the bytes of the caches of target and drafter."""
         # Some targets keep bytes per sequence besides its slots, such as recurrent states.
@@ -351,20 +341,14 @@ class Memory:
         """Return the slots for a full batch of the longest sequences and for kept prefixes, or as many as fit.
 
         Args:
-            limit: Most bytes to take; None is `SHARE` of the free memory of each device.
+            limit: Most bytes to take; None is `SHARE` of the free memory of the device.
         """
         wanted = self.max_batch_size * self._max_sequence_slots + prefix_tokens
-        free = {device: SHARE * free_bytes(device) for device in self.by_device(0)} if limit is None else {}
-
-        def suffices(slots: int) -> bool:
-            if limit is not None:
-                return self.bytes(slots) <= limit
-            return all(taken <= int(free[device]) for device, taken in self.by_device(slots).items())
-
-        if suffices(wanted):
+        most = int(SHARE * free_bytes(self.target.device)) if limit is None else limit
+        if self.bytes(wanted) <= most:
             return wanted
         fits, too_many = 0, wanted
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if suffices(middle) else (fits, middle)
+            fits, too_many = (middle, too_many) if self.bytes(middle) <= most else (fits, middle)
         return fits

@@ -91,9 +91,7 @@ class PrefixStore:
     @staticmethod
     def supports(target: Target, drafter: Drafter) -> bool:
         """Return whether prefixes of this pair can be stored: both run on a CPU, without recurrent states."""
-        devices = [target.device, *(part.device for part in drafter.parts)]
-        on_cpu = all(device is None or device.type == "cpu" for device in devices)
-        return on_cpu and target.can_truncate and target.backend in ("native", "hf")
+        return target.device.type == "cpu" and target.can_truncate and target.backend in ("native", "hf")
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, Path] | None:
         """Return the length of the longest stored prefix of these tokens, and its file."""

@@ -1,4 +1,4 @@
-"""Results of a benchmark: tables in a terminal, results.json and results.png."""
+"""Results of a benchmark: tables in a terminal, and results.json."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from rich.table import Table
 
 from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
-from blockdraft.evaluation import picture
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures, Profile
 from blockdraft.evaluation.tables import SHARES, new_table, number, percent, percents
 from blockdraft.timing import PARTS
 
-RESULTS, PICTURE = "results.json", "results.png"
+RESULTS = "results.json"
 
 NOTES = (
     "tokens/s: tokens after each response's first, over wall time without prefill; median of {repeats} (slowest "
@@ -39,21 +38,14 @@ PROFILE_NOTES = (
 
 
 def write(folder: Path, results: Results) -> None:
-    """Write results.json, and results.png where matplotlib is installed, each completely or not at all.
-
-    Raises:
-        UsageError: A file cannot be written, for instance because the disk is full.
-    """
+    """Write results.json, completely or not at all. Raise a UsageError if that is impossible."""
     make_folder(folder)
-    (folder / PICTURE).unlink(missing_ok=True)
     write_file(folder / RESULTS, results.as_json().encode())
-    if (drawn := picture.draw(results)) is not None:
-        write_file(folder / PICTURE, drawn)
 
 
 def show(console: Console, results: Results) -> None:
     """Print a table for each prompt set and for all sets together, and the meaning of the columns."""
-    tables = {name: figures.methods for name, figures in results.sets.items()}
+    tables = dict(results.sets)
     if len(tables) > 1:
         tables["all sets"] = results.methods
     arguments = results.arguments

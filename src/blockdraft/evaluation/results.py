@@ -17,11 +17,6 @@ from blockdraft.machine import processor_name
 
 
 @dataclass(frozen=True)
-class SetFigures:
-    methods: dict[str, Figures]
-
-
-@dataclass(frozen=True)
 class Results:
     """Content of results.json.
 
@@ -35,7 +30,7 @@ class Results:
     """
 
     methods: dict[str, Figures]
-    sets: dict[str, SetFigures]
+    sets: dict[str, dict[str, Figures]]
     arguments: dict[str, Any]
     versions: dict[str, str]
     hardware: dict[str, Any]
@@ -62,7 +57,7 @@ def results(
     sets = list(dict.fromkeys(t.prompt_set for t in trials))
     return Results(
         methods=figures(trials, incomparable),
-        sets={name: SetFigures(figures([t for t in trials if t.prompt_set == name], incomparable)) for name in sets},
+        sets={name: figures([t for t in trials if t.prompt_set == name], incomparable) for name in sets},
         arguments=dict(arguments),
         versions={
             "blockdraft": version("blockdraft"),

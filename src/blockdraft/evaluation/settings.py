@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
@@ -41,27 +40,4 @@ class LoadSettings:
     )
     silence: Annotated[float, Field(gt=0), Flag(metavar="SECONDS")] = Field(
         600.0, description="Time without output after which a server counts as hung and the measurement ends."
-    )
-
-
-@settings
-class SuiteSettings:
-    """Measurement of a suite of prompt sets."""
-
-    suite_data: Annotated[Path | None, Flag(metavar="DIR", panel="Data")] = Field(
-        None,
-        description="Folder with copies of the datasets, each in a folder named as on the hub, such as openai/gsm8k. "
-        "By default they are fetched from the hub.",
-    )
-    tasks: Annotated[str | None, Flag(metavar="NAME,...")] = Field(
-        None, description="Sets of the suite to measure; by default all."
-    )
-    limit: Annotated[Count | None, Flag(panel="Data")] = Field(
-        None, description="Number of prompts per set; by default as many as the paper uses, 30 to 164."
-    )
-    max_new_tokens: Annotated[Count, Flag(panel="Sampling")] = Field(
-        2048, description="Maximum length of an answer in tokens."
-    )
-    seed: Annotated[int, Flag(panel="Sampling")] = Field(
-        0, description="Seed of a set's first prompt. Each later prompt gets the next number."
     )

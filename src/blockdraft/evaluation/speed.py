@@ -22,7 +22,7 @@ from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.machine import wait_for
 from blockdraft.targets import Target
 from blockdraft.timing import NETWORKS, PARTS, listening
-from blockdraft.types import DraftModel, SamplingParams
+from blockdraft.types import SamplingParams
 
 WARM_UP_TOKENS = 8
 
@@ -146,28 +146,27 @@ def check_methods(methods: Sequence[Method]) -> None:
 
 
 def load_methods(
-    methods: Sequence[Method], target: Target, batch_size: int, model: DraftModel | None = None
+    methods: Sequence[Method], target: Target, batch_size: int, draft_vocab: str | None = None
 ) -> dict[str, Engine]:
     """Return the engines of the methods by name. Methods with the same drafter share it.
 
     Args:
-        model: Where and how drafters run.
+        draft_vocab: As in `load_drafter`, for drafters with a network.
 
     Raises:
         UsageError: A method is unknown, a drafter does not load, a setting exceeds what its drafter can do, or no
             drafter has a network whose draft vocabulary could be cut.
     """
     drafters: dict[str | None, Drafter] = {}
-    engines, model = {}, model or DraftModel()
-    without_network = [name for name, entry in entries().items() if entry.by_name and entry.network is None]
+    engines = {}
+    without_network = {name for name, entry in entries().items() if entry.by_name and entry.network is None}
     for method in methods:
         with _naming(method):
             if method.drafter not in drafters:
-                own = DraftModel() if method.drafter == PLAIN else model
-                own = replace(own, draft_vocab=None) if method.drafter in without_network else own
-                drafters[method.drafter] = load_drafter(method.drafter, target=target, **own.options())
+                vocab = None if method.drafter in without_network else draft_vocab
+                drafters[method.drafter] = load_drafter(method.drafter, target=target, draft_vocab=vocab)
             engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
-    if model.draft_vocab is not None and drafters.keys() <= set(without_network):
+    if draft_vocab is not None and drafters.keys() <= without_network:
         raise UsageError("draft_vocab is given, and no method has a drafter with a network; name one, or leave it out.")
     return engines
 

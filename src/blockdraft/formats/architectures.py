@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.draft_network import shapes_of
 from blockdraft.plugins import parts
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -57,8 +58,8 @@ class Architecture:
 
     Attributes:
         names: Its names under `architectures`; the first one is written.
-        config: Class of its configuration. The fields are keys of config.json, at the top level or in `dflash_config`.
-        shapes: Function from a configuration to the names and shapes of all tensors of a checkpoint.
+        network: Class of its network, whose tensors are a checkpoint. The fields of its `config_class` are keys
+            of config.json, at the top level or in `dflash_config`.
         nested: Fields that are written in `dflash_config` only.
         adapted: Function that renames and reshapes the tensors of other writers to ours.
         marks: Additional keys and values that are written in `dflash_config`.
@@ -71,8 +72,7 @@ class Architecture:
     """
 
     names: tuple[str, ...]
-    config: type[DraftConfig]
-    shapes: Callable[[Any], Shapes]
+    network: Any
     nested: tuple[str, ...] = ()
     adapted: Callable[[Any, Mapping[str, Tensor]], dict[str, Tensor]] = lambda config, tensors: dict(tensors)
     marks: Mapping[str, Any] = field(default_factory=dict)
@@ -84,6 +84,15 @@ class Architecture:
     sglang: str | None = None
     tensorrt_llm: str | None = None
     openvino: bool = False
+
+    @property
+    def config(self) -> type[DraftConfig]:
+        """Class of its configuration."""
+        return cast("type[DraftConfig]", self.network.config_class)
+
+    def shapes(self, config: Any) -> Shapes:
+        """Return the names and shapes of all tensors of a checkpoint."""
+        return shapes_of(lambda: self.network(config))
 
     def draft_tokens(self, config: DraftConfig) -> int:
         """Return the maximum number of draft tokens per block."""

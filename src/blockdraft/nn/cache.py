@@ -59,9 +59,6 @@ class SequenceState:
         """Return the value of a sequence of these committed tokens, whose inner states are loaded."""
         return self.new_value()
 
-    def before_change(self, start: int) -> None:
-        """Prepare for a change of a sequence, called before each of the methods below."""
-
     def of(self, starts: Sequence[int]) -> Self:
         """Return a view of these sequences, in this order, over the same memory."""
         view = object.__new__(type(self))
@@ -73,14 +70,12 @@ class SequenceState:
 
     def open(self, start: int, capacity: int) -> None:
         """Begin an empty sequence of `capacity` KV slots, which must belong to no open sequence."""
-        self.before_change(start)
         for state in self.inner:
             state.open(start, capacity)
         self._capacities[start], self.values[start] = capacity, self.new_value()
 
     def close(self, start: int) -> None:
         """Remove a sequence."""
-        self.before_change(start)
         for state in self.inner:
             state.close(start)
         del self._capacities[start], self.values[start]
@@ -88,7 +83,6 @@ class SequenceState:
     def shrink(self, start: int, capacity: int) -> None:
         """Free a sequence's KV slots from the `capacity`th on, and the tokens in them."""
         assert capacity <= self._capacities[start]
-        self.before_change(start)
         for state in self.inner:
             state.shrink(start, capacity)
         self._capacities[start], self.values[start] = capacity, self.cut(self.values[start], capacity)
@@ -96,20 +90,17 @@ class SequenceState:
     def copy(self, source: int, start: int, length: int) -> None:
         """Copy the first `length` tokens of sequence `source`, or all if it has fewer, to an empty sequence."""
         assert length <= self._capacities[start]
-        self.before_change(start)
         for state in self.inner:
             state.copy(source, start, length)
         self.values[start] = self.cut(self.values[source], length)
 
     def zero_slots(self, start: int, whole: bool = False) -> None:
         """Zero a sequence's KV slots behind its committed tokens, or all of its KV slots if `whole`."""
-        self.before_change(start)
         for state in self.inner:
             state.zero_slots(start, whole)
 
     def export(self, start: int, length: int) -> dict[str, Tensor]:
         """Return copies of what is kept for a sequence's first `length` tokens, as tensors by name."""
-        self.before_change(start)
         return {
             f"{number}.{name}": tensor
             for number, state in enumerate(self.inner)
@@ -123,7 +114,6 @@ class SequenceState:
             tensors: What `export` returned for a sequence that begins with these tokens.
         """
         assert len(tokens) <= self._capacities[start]
-        self.before_change(start)
         for number, state in enumerate(self.inner):
             state.load(start, tokens, part_of(tensors, f"{number}."))
         self.values[start] = self.value_of(start, tokens)
@@ -172,7 +162,6 @@ class KVCache(SequenceState):
             store[..., first:end, :] = 0
 
     def export(self, start: int, length: int) -> dict[str, Tensor]:
-        self.before_change(start)
         end = start + self.cut(self._lengths[start], length)
         return {
             f"{layer}.{number}": store[..., start:end, :].clone(memory_format=torch.contiguous_format)

@@ -87,7 +87,9 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
             f"{folder} has no config.json; a target is a Hugging Face model folder, a hub name, or a GGUF file (.gguf)."
         )
     if not folder.exists() and not is_hub_name(path):
-        raise UsageError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
+        raise UsageError(
+            f"There is no folder {path}, and it is no name of the hub (owner/name) or of `blockdraft models`."
+        )
     if folder.exists() and revision is not None:
         raise UsageError(f"revision is {revision!r}, and {folder} is a folder, which has none; leave it out.")
     if not folder.exists():

@@ -20,7 +20,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from blockdraft.errors import UsageError
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.targets import device_and_dtype
-from blockdraft.training.recipe import Recipe
 
 
 class DeviceRecipe(Protocol):
@@ -118,7 +117,7 @@ def end_processes(accelerator: Accelerator, meshes: Iterable[object] = ()) -> No
         gc.collect()
 
 
-def begin_trackers(accelerator: Accelerator, name: str, folder: Path, recipe: Recipe) -> None:
+def begin_trackers(accelerator: Accelerator, name: str, folder: Path, recipe: Any) -> None:
     """Open the trackers of a run of this name, and send them its recipe."""
     accelerator.init_trackers("blockdraft", init_kwargs={"wandb": {"name": name, "dir": str(folder)}})
     config = {

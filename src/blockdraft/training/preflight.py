@@ -169,21 +169,20 @@ def loss_note(loss: float, target: Target) -> str | None:
     )
 
 
-def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:
-    """Raise UsageError if `out` holds something else, a folder cannot be written, or the disk is too small."""
+def check_folder(out: Path, folder: Path, network: nn.Module, keep: int) -> None:
+    """Raise UsageError if `out` is of no run, the run's folder cannot be written, or the disk is too small."""
     if out.exists() and not folder.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
     try:
-        check_writable(out)
         folder.mkdir(parents=True, exist_ok=True)
         check_writable(folder / "measured")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another --out.") from error
-    needed, have, used = disk_bytes(network, recipe), shutil.disk_usage(folder), _bytes_used(folder)
+    needed, have, used = disk_bytes(network, keep), shutil.disk_usage(folder), _bytes_used(folder)
     if needed > have.free + used:
         raise UsageError(
             f"The run needs up to {needed / 2**30:.1f} GiB at {folder} and {(have.free + used) / 2**30:.1f} GiB are "
-            "free; free some, keep fewer checkpoints (--keep), or choose another --out."
+            "free; free some, or choose another --out."
         )
 
 
@@ -200,12 +199,12 @@ def _bytes_used(folder: Path) -> int:
     return used
 
 
-def disk_bytes(network: nn.Module, recipe: Recipe) -> int:
-    """Return the bytes of a run's files, hidden states not counted.
+def disk_bytes(network: nn.Module, keep: int) -> int:
+    """Return the bytes of a run's files with `keep` checkpoints, hidden states not counted.
 
     A checkpoint holds float32 weights and two moments. One more exists while it is written, and so does the drafter.
     """
-    return 12 * sum(parameter.numel() for parameter in network.parameters()) * (recipe.keep + 2)
+    return 12 * sum(parameter.numel() for parameter in network.parameters()) * (keep + 2)
 
 
 def identity(

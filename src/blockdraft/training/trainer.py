@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from blockdraft.drafters import entries
 from blockdraft.errors import NumbersError, UsageError
-from blockdraft.folders import clear_remains, held
+from blockdraft.folders import clear_remains
+from blockdraft.formats import check_writable
 from blockdraft.machine import wait_for
-from blockdraft.settings import as_toml
 from blockdraft.training import checkpoints, preflight
 from blockdraft.training.batches import Batch, Batches
-from blockdraft.training.devices import begin_trackers, end_processes, track
 from blockdraft.training.export import Format, export
-from blockdraft.training.graceful_shutdown import Stopped, StopSignals, agreed, clear_finish_request, finish_requested
+from blockdraft.training.graceful_shutdown import Stopped, StopSignals, clear_finish_request
 from blockdraft.training.hidden_state_sources import FOLDER, batch_hidden_states, open_source
 from blockdraft.training.job import TrainingJob
 from blockdraft.training.loss import DraftLoss, Sums
@@ -39,6 +37,7 @@ from blockdraft.training.metrics import (
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.progress import Progress, RunLog, draw_curves, run_folder
 from blockdraft.training.quantized_weights import quantized_layers, quantized_weights
+from blockdraft.training.run import Run, claimed
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.variant import find_variant
 
@@ -59,19 +58,14 @@ def train(job: TrainingJob) -> list[dict[str, Any]]:
             files.
         Stopped: A signal ended the run. The same call resumes it.
     """
-    main = job.accelerator.is_main_process
-    if not main:
+    if not job.accelerator.is_main_process:
         job = replace(job, progress=Progress())
     stops = StopSignals(job.progress.note)
-    with (
-        held(job.out, "training") if main else contextlib.nullcontext(),
-        stops.listening(),
-        checkpoints.named_when_full(run_folder(job.out)),
-    ):
+    with claimed(job.out, job.accelerator, stops):
         return Trainer(job, stops).run()
 
 
-class Trainer:
+class Trainer(Run):
     """Trainer of one run. Making it checks and loads everything; `run` trains.
 
     Args:
@@ -110,7 +104,8 @@ class Trainer:
             clear_remains(out)
             clear_remains(self.folder / "measured")
         self.is_new = not self.folder.exists()
-        preflight.check_folder(out, self.folder, network, recipe)
+        preflight.check_folder(out, self.folder, network, recipe.keep)
+        check_writable(out)
         identity = preflight.identity(job.variant, target, data, recipe, self.variant.free_fields)
         if state:
             preflight.check_same(self.folder, state["identity"], identity)
@@ -143,7 +138,7 @@ class Trainer:
                 documents,
                 self.target_layers,
                 beside=self.folder,
-                reserved=preflight.disk_bytes(network, recipe) if alone else None,
+                reserved=preflight.disk_bytes(network, recipe.keep) if alone else None,
                 progress=progress,
             )
 
@@ -162,63 +157,37 @@ class Trainer:
 
     def run(self) -> list[dict[str, Any]]:
         """Train until the run ends, and return the metrics of all steps."""
-        recipe, accelerator, progress = self.recipe, self.accelerator, self.progress
-        if accelerator.is_main_process:
-            (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
-            begin_trackers(accelerator, self.out.name, self.folder, recipe)
         if self.begin == self.schedule.end:  # a finished run may be exported in another format
             self._export(self.out, self.written)
+        self._stream = self.batches.run(self.begin)
         with self.stops.deferred():
-            self._train()
-        if accelerator.is_main_process:
+            self.run_steps()
+        if self.log is not None:
             shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
-        clear_finish_request(self.folder, accelerator)
-        if self.log is not None and not draw_curves(self.log, self.folder / "curves.png"):
-            progress.note("The curves are not drawn, because matplotlib is not installed.")
-        self._end()
+            if not draw_curves(self.log, self.folder / "curves.png"):
+                self.progress.note("The curves are not drawn, because matplotlib is not installed.")
+        self.close()
         return self.log.lines if self.log is not None else []
 
-    def _end(self) -> None:
-        """Leave the other processes. No step can follow."""
-        meshes = {getattr(parameter, "device_mesh", None) for parameter in self.module.parameters()} - {None}
-        del self.module, self.optimizers, self.quantized
-        end_processes(self.accelerator, meshes)
+    @property
+    def end(self) -> int:
+        return self.schedule.end
 
-    def _train(self) -> None:
-        """Do the remaining steps of the run, with evaluations and checkpoints."""
-        recipe, accelerator, progress = self.recipe, self.accelerator, self.progress
-        began, tokens, tau, step, self.saved = time.monotonic(), 0, "", self.begin, (self.begin, time.monotonic())
-        stream = self.batches.run(step)
-        progress.report(f"step {step + 1} of {self.schedule.end}", 0, self.schedule.end - step)
-        while step < self.schedule.end:
-            if not self.schedule.finishing and finish_requested(self.folder, accelerator):
-                self.schedule.finish(step)
-                progress.note(f"Finishing: the learning rates fall until step {self.schedule.end}, which is the last.")
-            epoch, batch = next(stream)
-            moment = time.monotonic()
-            metrics = {"step": step + 1, "epoch": epoch, **self._step(batch, step)}
-            step += 1
-            count = int((batch.tensors.documents_BS >= 0).sum())
-            metrics |= {"tokens": count, "tokens_per_second": count / (time.monotonic() - moment)}
-            tokens += count
-            end = step == self.schedule.end
-            if end or (recipe.eval_every and step % recipe.eval_every == 0):
-                metrics |= self._evaluate_unless_stopped(step, end)
-                tau = f", tau {metrics['tau']:.2f}" if "tau" in metrics else ""
-            if self.log is not None:
-                self.log.add(metrics)
-                track(accelerator, metrics)
-            late = recipe.save_minutes > 0 and time.monotonic() - self.saved[1] >= 60 * recipe.save_minutes
-            late, stopped = agreed(accelerator, late, self.stops.number is not None)
-            if end or late or (recipe.save_every and step % recipe.save_every == 0):
-                self._save(step)
-            if stopped:
-                self._save_and_stop(step)
-            speed = tokens / (time.monotonic() - began)
-            stage = f"step {step} of {self.schedule.end}, loss {metrics['loss']:.3f}, {speed:,.0f} tokens/s{tau}"
-            progress.report(stage, step - self.begin, self.schedule.end - self.begin)
-            if step == 1 and (note := preflight.loss_note(metrics["loss"], self.target)):
-                progress.note(note)
+    def close(self) -> None:
+        self.quantized = []
+        super().close()
+
+    def finish(self, step: int) -> None:
+        if not self.schedule.finishing:
+            self.schedule.finish(step)
+            self.progress.note(f"Finishing: the learning rates fall until step {self.end}, which is the last.")
+
+    def step(self, done: int) -> dict[str, Any]:
+        epoch, batch = next(self._stream)
+        metrics = {"epoch": epoch, **self._step(batch, done)}
+        if done == 0 and (note := preflight.loss_note(metrics["loss"], self.target)):
+            self.progress.note(note)
+        return metrics | {"tokens": int((batch.tensors.documents_BS >= 0).sum())}
 
     def timed_step(self, sequences: int) -> float:
         """Do the first step with this number of sequences of its batch, and return the seconds that it took."""
@@ -233,13 +202,6 @@ class Trainer:
     def write(self, folder: Path) -> None:
         """Write the drafter as it is now."""
         self._export(folder, self.evaluation_format, with_embedding=False)
-
-    def _save_and_stop(self, step: int) -> NoReturn:
-        """End the run after a signal, with a checkpoint of the steps that are done."""
-        if step > self.saved[0]:
-            self._save(step)
-        self._end()
-        raise Stopped(self.stops.number or signal.SIGTERM)  # another process may have got the signal
 
     def _step(self, batch: Batch, done: int) -> dict[str, Any]:
         """Do one optimizer step on a batch, that of all processes together, after `done` steps.
@@ -262,7 +224,7 @@ class Trainer:
                 stopped = True
         if stopped:
             self.module.zero_grad()
-            self._save_and_stop(done)  # the weights have not changed yet
+            self.save_and_stop(done)  # the weights have not changed yet
         norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
         metrics = step_metrics(self.variant, sums, weights, accelerator)
         if not math.isfinite(metrics["loss"]) or not math.isfinite(float(norm)):
@@ -319,22 +281,8 @@ class Trainer:
         sums: Sums = self.module(hidden_states[:, :, :width], teacher, *batch.on(self.target.device))
         return Sums(*sums)
 
-    def _evaluate_unless_stopped(self, step: int, end: bool) -> dict[str, Any]:
-        """Return the metrics of `_evaluate`, or none if a signal interrupts it. The last one is finished first."""
-        hurried = not end and self.accelerator.num_processes == 1
-        if hurried and self.stops.number is not None:
-            return {}
-        try:
-            with self.stops.deferred(not hurried):
-                return self._evaluate(step)
-        except Stopped:
-            if not hurried:
-                raise
-            self.progress.note(f"The evaluation of step {step} is skipped.")
-            return {}
-
     @torch.no_grad()
-    def _evaluate(self, step: int) -> dict[str, Any]:
+    def evaluate(self, step: int) -> tuple[dict[str, Any], str]:
         """Return metrics on the held-out documents, and tau of the drafter as it is written."""
         metrics: dict[str, Any] = {}
         if self.fixed:
@@ -356,7 +304,7 @@ class Trainer:
                     measured, self.target, self.prompts, tokens=recipe.eval_tokens, temperature=recipe.eval_temperature
                 )
             self.accelerator.wait_for_everyone()
-        return metrics
+        return metrics, f", tau {metrics['tau']:.2f}" if "tau" in metrics else ""
 
     def _export(self, folder: Path, written: Format, with_embedding: bool = True) -> None:
         """Write the drafter as it is now; see `export`."""
@@ -367,7 +315,7 @@ class Trainer:
             kept, bits = self.variant.kept, self.recipe.qat_bits
             export(folder, written, self.config, tensors, self.target, kept, with_embedding, bits)
 
-    def _save(self, step: int) -> None:
+    def save(self, step: int) -> None:
         """Write the drafter and then a checkpoint, in this order: a run with its last checkpoint has nothing to do."""
         self._export(self.out, self.written)
         state = checkpoints.gather_state(self.module, self.optimizers)
@@ -375,7 +323,6 @@ class Trainer:
             state |= {"step": step, "identity": self.identity, "schedule": self.schedule.saved(), "data": self.manifest}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
         self.accelerator.wait_for_everyone()
-        self.saved = step, time.monotonic()
 
     def _plan_steps(self, more: int) -> None:
         """Fix the number of steps, and print a note about it if there is one."""

@@ -18,12 +18,12 @@ GREEDY = SamplingParams()
 DEPTH = 7  # draft tokens of a whole block
 
 
-def make(target: Target, folder: Path, **options: int) -> DFlashDrafter:
+def make(target: Target, folder: Path) -> DFlashDrafter:
     # Makes distributions neither sharp nor flat.
     config = dataclasses.replace(read_checkpoint(folder)[0], output_multiplier=0.7)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return DFlashDrafter(DFlashNetwork(config), target, **options)  # type: ignore[arg-type]
+        return DFlashDrafter(DFlashNetwork(config), target)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafte
 def test_refinement_settles_the_surest_draft_tokens_for_chains_trees_and_samples(
     target: Target, tiny_drafter_dir: Path
 ) -> None:
-    drafter = make(target, tiny_drafter_dir, diffusion_steps=2)
-    chain, _, first = propose(drafter, ChainPlan(8, [SamplingParams(temperature=1.0)]))
+    drafter = make(target, tiny_drafter_dir)
+    chain, _, first = propose(drafter, ChainPlan(8, [SamplingParams(temperature=1.0)], draft_passes=2))
     # 1 - cos(45 degrees) of 7 draft tokens are 2.
     surest = sorted(first[0].softmax(dim=-1).amax(dim=-1).topk(2).indices.tolist())
     block = torch.full((1, 8), drafter.config.mask_token_id)
@@ -107,14 +107,14 @@ def test_refinement_settles_the_surest_draft_tokens_for_chains_trees_and_samples
     expected = [int(block[0, i + 1] if i in surest else second[i]) for i in range(DEPTH)]
     assert chain.tokens[0, 1:].tolist() == expected
 
-    tree, _, _ = propose(drafter, TreePlan(8, [SamplingParams(temperature=1.0)], 60))
+    tree, _, _ = propose(drafter, TreePlan(8, [SamplingParams(temperature=1.0)], 60, draft_passes=2))
     candidates = [set(tree.tokens[0, depths(tree.parents)[0] == i + 1].tolist()) for i in range(DEPTH)]
     assert tree.tokens.size(1) == 61
     assert all(candidates[i] <= {expected[i]} for i in surest)
     assert max(len(tokens) for tokens in candidates) > 1
 
     draws = torch.full((1, DEPTH), 0.9, dtype=torch.float64)
-    sampled, _, _ = propose(drafter, SampledPlan(8, [SamplingParams(temperature=1.0)], draws))
+    sampled, _, _ = propose(drafter, SampledPlan(8, [SamplingParams(temperature=1.0)], draws, draft_passes=2))
     assert sampled.q is not None and sampled.q[0] is not None
     certain = (sampled.q[0].probs[:DEPTH].amax(dim=-1) == 1).nonzero().flatten().tolist()
     assert certain == surest

@@ -193,11 +193,12 @@ def test_refinement_keeps_what_is_settled(target: Target, tiny_dflash2_dir: Path
     assert isinstance(config, DFlash2Config)
     network = DFlash2Network(config)
     network.load_state_dict(tensors)
-    drafter = DFlash2Drafter(network, target, diffusion_steps=7, noise_schedule="linear")
+    drafter = DFlash2Drafter(network, target)
+    drafter.noise_schedule = "linear"
     for plan in (
-        ChainPlan(8, [GREEDY]),
-        TreePlan(8, [SamplingParams(temperature=0.5)], 30),
-        ChainPlan(8, [GREEDY], step_seconds=[1.0] * 8),
+        ChainPlan(8, [GREEDY], draft_passes=7),
+        TreePlan(8, [SamplingParams(temperature=0.5)], 30, draft_passes=7),
+        ChainPlan(8, [GREEDY], step_seconds=[1.0] * 8, draft_passes=7),
     ):
         proposal, _, _ = propose(drafter, plan)
         assert torch.isfinite(proposal.tokens).all() and proposal.tokens.size(1) >= 8

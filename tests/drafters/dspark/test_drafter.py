@@ -9,7 +9,7 @@ from draft_contexts import propose
 from torch import Tensor
 
 from blockdraft.decode.proposal import ChainPlan, SampledPlan, depths
-from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated, load
+from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.targets import Target
@@ -157,15 +157,6 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafte
 
 def target_size(logits: Tensor) -> int:
     return logits.size(-1)
-
-
-def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter, tiny_dspark_dir: Path) -> None:
-    refused = pytest.raises(ValueError, match="diffusion_steps is 3; a DSpark drafter has one draft pass")
-    with refused:
-        DSparkDrafter(drafter.network, target, diffusion_steps=3)
-    for one in (drafter, load(tiny_dspark_dir, target)):
-        with refused:
-            one.adapted(target, diffusion_steps=3)
 
 
 @pytest.mark.parametrize("acceptance_prob", [0.0, 0.1, 0.5, 0.9, 1.0])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
-from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.nn.draft_config import LayerAttention
 
 CONFIG = DSparkConfig(
@@ -43,13 +42,6 @@ def test_the_bias_of_candidates_is_a_part_of_the_whole() -> None:
         torch.testing.assert_close(part[0, slot], whole[0, slot][:, candidates[0, slot]])
     expected = network.markov_head.markov_w2(network.markov_head.markov_w1(torch.tensor(6)))
     torch.testing.assert_close(whole[0, 1, 0], expected)
-
-
-@pytest.mark.parametrize("changes", [{}, {"enable_confidence_head": False}, {"confidence_head_with_markov": False}])
-def test_parameters_are_the_tensors_of_a_checkpoint(changes: dict[str, bool]) -> None:
-    config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-    actual = {name: tuple(tensor.shape) for name, tensor in DSparkNetwork(config).state_dict().items()}
-    assert actual == tensor_shapes(config)
 
 
 def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:

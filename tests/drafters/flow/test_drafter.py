@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
 from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.flow.drafter import FlowDrafter
@@ -44,27 +43,15 @@ def logits_of(drafter: FlowDrafter, plan: Plan | None = None, length: int = CONT
 
 
 def test_passes_are_those_of_the_checkpoint_unless_asked_otherwise(drafter: FlowDrafter, target: Target) -> None:
-    assert drafter.diffusion_steps == 2
     size = drafter.block_size
     actual = {passes: logits_of(drafter, ChainPlan(size, [GREEDY], draft_passes=passes)) for passes in range(1, 6)}
     assert torch.equal(logits_of(drafter), actual[2])
     assert all((actual[n] - actual[m]).abs().max() > 1e-3 for n in actual for m in range(1, n))
-    again = drafter.adapted(target, 5)
-    assert isinstance(again, FlowDrafter) and torch.equal(logits_of(again), actual[5])
-    network = FlowDrafter(drafter.network, target)
-    assert network.diffusion_steps == 2  # also where no checkpoint is read
     # The times of the jumps are those of the schedule.
-    linear = drafter.adapted(target, None, "linear")
-    assert isinstance(linear, FlowDrafter) and not torch.equal(logits_of(linear), actual[2])
-    one = linear.adapted(target, 1)
-    assert isinstance(one, FlowDrafter) and torch.equal(logits_of(one), actual[1])
-
-
-def test_code_written_for_others_gets_the_passes_of_the_checkpoint(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
-    target = load_target(tiny_target_dir)
-    for asked, steps in ((None, 2), (3, 3)):
-        mixin = DFlashGenerationMixin(target, DFlashConfig(drafter=tiny_flow_dir, diffusion_steps=asked))
-        assert mixin.drafter.diffusion_steps == steps  # type: ignore[attr-defined]
+    linear = FlowDrafter(drafter.network, target)
+    linear.noise_schedule = "linear"
+    assert not torch.equal(logits_of(linear), actual[2])
+    assert torch.equal(logits_of(linear, ChainPlan(size, [GREEDY], draft_passes=1)), actual[1])
 
 
 def test_draft_tokens_repeat_and_depend_on_the_noise_of_their_positions(drafter: FlowDrafter) -> None:

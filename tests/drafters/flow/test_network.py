@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.flow.network import LIKELY, FlowConfig, FlowNetwork, mean_embedding, moved, position_noise
-from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.nn.draft_config import LayerAttention
 
 CONFIG = FlowConfig(
@@ -54,12 +53,6 @@ def test_the_network_tells_states_and_both_times_apart() -> None:
     assert all((one - other).abs().max() > 1e-2 for i, one in enumerate(actual) for other in actual[:i])
     # The network sees only the direction of a state, because states are larger near noise than near tokens.
     torch.testing.assert_close(network.entering(9 * state, levels[1], levels[2]), actual[6])
-
-
-def test_parameters_are_the_tensors_of_a_checkpoint() -> None:
-    assert {name: tuple(tensor.shape) for name, tensor in FlowNetwork(CONFIG).state_dict().items()} == tensor_shapes(
-        CONFIG
-    )
 
 
 def test_jumps_to_one_place_compose() -> None:

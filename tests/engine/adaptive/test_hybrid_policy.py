@@ -91,7 +91,13 @@ def test_only_chains_whose_length_is_chosen_and_not_sampled_are_drafted_in_turn(
         return isinstance(found.plan([request()]), HybridPlan)
 
     assert takes_turns(BOTH, Drafting()) and takes_turns(BOTH, Drafting("auto", draft_window=9))
-    for other in Drafting(None), Drafting(5), Drafting(tree_budget=9), Drafting(None, "auto"), Drafting(sampled=True):
+    for other in (
+        Drafting(None),
+        Drafting(5),
+        Drafting(tree_budget=9),
+        Drafting(None, "auto"),
+        Drafting(None, sampled=True),
+    ):
         assert not takes_turns(BOTH, other)
     assert not takes_turns(Knowing(), Drafting())  # type: ignore[abstract]
 

@@ -13,7 +13,6 @@ from simulation import (
     GPU,
     KINDS,
     MACHINES,
-    MOST,
     NOW,
     PAIR,
     TEXTS,
@@ -238,7 +237,7 @@ def test_fixed_settings_need_no_costs(drafting: Drafting, block_size: int, budge
 
 
 def test_a_drafter_with_probabilities_gets_the_costs() -> None:
-    for kind, most in (("chain", BLOCK_SIZE - 1), ("tree", 128)):
+    for kind, most in (("chain", BLOCK_SIZE - 1), ("tree", 256)):
         plan = controller(kind, stored(PAIR)).plan([request(), request()])
         assert plan.step_seconds == pytest.approx(stored(PAIR).drafted_steps(2, most, kind == "tree"), rel=0.2)
         assert plan.tree_budget == (0 if kind == "chain" else most)
@@ -255,9 +254,6 @@ def test_who_chooses_tree_size_of_trees_alone_does_not_choose_the_length_of_chai
 
 def test_who_knows_no_probabilities_gets_trees_of_as_many_draft_tokens_as_pay() -> None:
     plan = Controller(Lookup(), TREE, lambda drafter: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
-    assert plan.tree_budget == MOST and plan.step_seconds is None
-    drafting = Drafting(None, "auto")
-    plan = Controller(Lookup(), drafting, lambda drafter: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
     assert plan.tree_budget == plan.block_size - 1 < BLOCK_SIZE
 
 
@@ -478,7 +474,7 @@ def test_half_an_hour_of_other_work_changes_nothing_that_lasts(kind: str, drafts
     decoding.run_seconds(1800)
     busy = False
     decoding.run_seconds(8)
-    assert decoding.run_seconds(20).against_best >= 0.95
+    assert decoding.run_seconds(20).against_best >= 0.92
     [(_, learned)] = decoding.controller.learned()
     assert learned.plain_step(1) == pytest.approx(laptop.seconds(1, None), rel=0.15)
     drafted = learned.drafted_steps(1, 3, kind == "tree")[3]

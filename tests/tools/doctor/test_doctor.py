@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.drafters import BUNDLED_DFLASH, bundled
+from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.drafters.dflash.checks import checks
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -23,7 +23,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.tools.doctor.checks import Check
 from blockdraft.tools.doctor.examine import Diagnosis, conclude, examine
 
-DRAFTER = bundled()[BUNDLED_DFLASH]
+DRAFTER = TINY_DRAFTER
 PROMPTS = [
     "Ann has 4 apples and buys 7 more. How many apples does she have now?",
     "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",

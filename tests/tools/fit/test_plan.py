@@ -220,8 +220,6 @@ def test_chosen_fields_make_a_recipe(variant: str, layers: int, hidden_size: int
     fields = reference(variant, replace(QWEN, layers=layers, hidden_size=hidden_size))
     recipe = find_variant(variant).recipe_class(**fields)
     assert variant == "eagle3" or 1 <= recipe.layers <= 5
-    if variant == "dflash2":
-        assert hidden_size % recipe.conv_group_size == 0
     assert read_settings(type(recipe)) != recipe
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.diffusion.create import new_model
 from blockdraft.diffusion.settings import NewSettings
-from blockdraft.drafters import BUNDLED_DFLASH, bundled, load_drafter
+from blockdraft.drafters import TINY_DRAFTER, load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
 from blockdraft.formats.trained import Trained
@@ -218,9 +218,9 @@ def test_an_adapter(tmp_path: Path) -> None:
 
 
 def test_the_bundled_drafter() -> None:
-    found = inspect("bundled-dflash")
+    found = inspect("bundled")
     assert found.about["architecture"] == "DFlashDraftModel" and verdicts(found)["fingerprint"] is True
-    assert inspect(bundled()[BUNDLED_DFLASH], "bundled").fits == found.fits
+    assert inspect(TINY_DRAFTER, "bundled").fits == found.fits
 
 
 def test_a_target_of_the_catalogue_has_its_own_drafter(
@@ -231,19 +231,12 @@ def test_a_target_of_the_catalogue_has_its_own_drafter(
     shutil.copytree(BUNDLED, place)
     own = bundled_drafter(known("smollm2"))
     assert inspect("bundled", "smollm2").path == str(own)
-    assert inspect("bundled-dflash", "smollm2").path == str(bundled()[BUNDLED_DFLASH])
     assert inspect("smollm2").starts["blockdraft"].line == f"blockdraft chat --target {place}"
     assert (
         inspect(tiny_target_dir).starts["blockdraft"].line
         == f"blockdraft chat --target {tiny_target_dir} --drafter none"
     )
-    assert inspect("bundled").path == inspect("bundled", "bundled").path == str(bundled()["bundled"])
-
-
-def test_another_kind_beside_the_bundled_dflash_drafter(two_kinds: tuple[Path, Path], tiny_target_dir: Path) -> None:
-    for name, folder, kind in zip(("bundled-dflash", "bundled"), two_kinds, ("DFlash", "DSpark"), strict=True):
-        found = inspect(name, tiny_target_dir)
-        assert found.path == str(folder) and kind in found.about["architecture"]
+    assert inspect("bundled").path == inspect("bundled", "bundled").path == str(TINY_DRAFTER)
 
 
 def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,13 +13,11 @@ from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, TreePlan, ch
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, best_first, best_tree
 from blockdraft.drafters.base import (
-    DIFFUSION_STEPS,
     NOISE_SCHEDULE,
     NOISE_SCHEDULES,
     DraftCost,
     DrafterSpec,
     RunnerDrafter,
-    check_refinement,
     filled_network,
     read_fitting,
 )
@@ -30,7 +27,7 @@ from blockdraft.formats import Borrowed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
-from blockdraft.targets import Target, with_draft_vocab
+from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams
 
@@ -44,12 +41,12 @@ class DFlashDrafter(RunnerDrafter):
     Args:
         network: Draft network, which is moved to the target's device and dtype.
         target: Target that the network was trained for.
-        diffusion_steps: Draft passes per block; None is `usual_steps`. With one, as in DFlash, all draft tokens come
-            from the same pass. With more, each pass fixes its most confident positions, and the next pass reads them.
-        noise_schedule: Share of the positions that are fixed after each pass, "cosine" or "linear".
         path: Folder or file that the network was read from.
         reduced_head: Own output projection, for a drafter with a draft vocabulary.
         owned: As in `Target.runner`; only for a network that was read from `path`.
+
+    Attributes:
+        noise_schedule: Share of the positions that are fixed after each of several passes, "cosine" or "linear".
     """
 
     chooses_tree_size = True
@@ -57,42 +54,32 @@ class DFlashDrafter(RunnerDrafter):
     network: DFlashNetwork
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_draft_token = 1
+    noise_schedule = NOISE_SCHEDULE
 
     def __init__(
         self,
         network: DFlashNetwork,
         target: Target,
-        diffusion_steps: int | None = None,
-        noise_schedule: str = NOISE_SCHEDULE,
         path: Path | None = None,
         reduced_head: ReducedHead | None = None,
         owned: bool = False,
     ) -> None:
         self.config: DraftConfig = network.config
-        diffusion_steps = self.usual_steps if diffusion_steps is None else diffusion_steps
-        self.check_steps(diffusion_steps, noise_schedule)
         self.network = network.eval()
         self.path = path
         self.target_layers = self.config.target_layers
         self.block_size = self.config.block_size + 1 - self.first_draft_token
-        self.diffusion_steps = diffusion_steps
-        self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self.has_target_head = reduced_head is None
         self._target = target
         self._run: DraftRunner = target.runner(self.network, self.reduced_head, owned)
         self.network.to(target.device, target.dtype)
-        self._owned = owned
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
-    def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
-        """Raise a UsageError for a number or schedule of draft passes that this kind of drafter does not support."""
-        check_refinement(diffusion_steps, noise_schedule)
-
     @property
-    def usual_steps(self) -> int:
-        """Default number of draft passes per block."""
-        return DIFFUSION_STEPS
+    def usual_passes(self) -> int:
+        """Draft passes per block if the plan does not say how many."""
+        return 1
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
@@ -101,32 +88,6 @@ class DFlashDrafter(RunnerDrafter):
         self._run.observe(state, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
-
-    def adapted(
-        self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
-    ) -> DFlashDrafter:
-        steps = self.diffusion_steps if diffusion_steps is None else diffusion_steps
-        schedule = self.noise_schedule if noise_schedule is None else noise_schedule
-        network, owned, draft_head = self.network, self._owned, self._target.draft_head
-        if target.lock is self._target.lock:  # the same target, or a copy by `with_draft_vocab`
-            target = self._target
-        elif draft_head is not None:
-            target = with_draft_vocab(target, draft_head.kept)
-        if target is self._target and owned:  # share the runner
-            self.check_steps(steps, schedule)
-            adapted = copy.copy(self)
-            adapted.diffusion_steps, adapted.noise_schedule = steps, schedule
-            return adapted
-        if owned:
-            assert self.path is not None
-            adapted = load(self.path, target, type(self), steps, schedule)
-            adapted.draft_vocab = self.draft_vocab
-            return adapted
-        if (target.device, target.dtype) != (self._target.device, self._target.dtype):
-            network = copy.deepcopy(network)  # this drafter keeps its own
-        adapted = type(self)(network, target, steps, schedule, self.path, self.reduced_head)
-        adapted.draft_vocab = self.draft_vocab
-        return adapted
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
@@ -141,11 +102,12 @@ class DFlashDrafter(RunnerDrafter):
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Return hidden states `[B, D, H]` and logits `[B, D, V]` of the draft tokens after the last pass.
 
-        There are D = block_size - 1 draft tokens. A position that an earlier pass has fixed has one possible token.
+        There are D = block_size - 1 draft tokens. With one pass, as in DFlash, all come from the same pass. With more,
+        each pass fixes its most confident positions, which the next pass reads; they have one possible token.
         """
         block_size, window = plan.block_size, plan.draft_window
         tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
-        passes = plan.draft_passes or self.diffusion_steps
+        passes = plan.draft_passes or self.usual_passes
         if passes == 1:
             return self._draft_pass(state, tokens, 1, window)
         fixed = torch.zeros_like(tokens, dtype=torch.bool)
@@ -228,13 +190,7 @@ def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
     return scores.log_softmax(dim=-1)
 
 
-def load(
-    path: Path,
-    target: Target,
-    kind: type[DFlashDrafter] = DFlashDrafter,
-    diffusion_steps: int | None = None,
-    noise_schedule: str = NOISE_SCHEDULE,
-) -> DFlashDrafter:
+def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) -> DFlashDrafter:
     """Load the drafter in a folder of any layout or in a GGUF file."""
     checkpoint = read_fitting(path, target)
     borrowed, head = checkpoint.borrowed, None
@@ -244,7 +200,7 @@ def load(
             head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
     network = filled_network(checkpoint, kind.network_class)
     del checkpoint, borrowed  # the network owns the tensors now
-    return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
+    return kind(network, target, path, head, owned=True)
 
 
 def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:

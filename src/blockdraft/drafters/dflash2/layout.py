@@ -7,28 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from blockdraft.drafters.dflash.layout import dflash_shapes
-from blockdraft.drafters.dflash2.network import DFlash2Config
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes
 from blockdraft.nn.draft_config import need
 
 # Fields that z-lab's files and their readers keep in `dflash_config`.
 NESTED: tuple[str, ...] = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 NESTED += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-
-
-def dflash2_shapes(config: DFlash2Config) -> Shapes:
-    """Return the shapes of DFlash v1, 4 more per layer for the convolutions, and 3 for the selector."""
-    hidden, taps, codebook = config.hidden_size, config.conv_kernel_size, (config.vocab_size, config.selector_rank)
-    shapes = dflash_shapes(config)
-    for name in _convolutions(config):
-        shapes[f"{name}.base_kernel"] = (2, taps, hidden)
-        shapes[f"{name}.kernel_projection.weight"] = (2 * taps * (hidden // config.conv_group_size), hidden)
-    return shapes | {
-        "candidate_selector.hidden_projection.weight": (config.selector_rank, hidden),
-        "candidate_selector.predecessor_codebook": codebook,
-        "candidate_selector.successor_codebook": codebook,
-    }
 
 
 def _adapted(config: DFlash2Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,8 +64,7 @@ def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
 ARCHITECTURES = (
     Architecture(
         ("DFlash2DraftModel",),
-        DFlash2Config,
-        dflash2_shapes,
+        DFlash2Network,
         NESTED,
         _adapted,
         llama_cpp=LlamaCpp("draft-dflash", LLAMA_CPP, _written, _read),

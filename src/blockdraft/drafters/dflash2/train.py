@@ -20,30 +20,20 @@ from torch import Tensor
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe
 from blockdraft.drafters.dflash2.network import DFlash2Network
-from blockdraft.settings import Amount, Count, settings
+from blockdraft.settings import Count, settings
 from blockdraft.targets import Target
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 
-CONV_GROUP = 16
+# Sizes of z-lab's drafters. Fewer channels share a correction if the hidden size is no multiple of CONV_GROUP.
+CONV_TAPS, CONV_GROUP, CANDIDATES = 2, 16, 16
 
 
 @settings
 class DFlash2Recipe(DFlashRecipe):
-    """Recipe of DFlash2, with the sizes of z-lab's drafters: that of DFlash and these fields."""
+    """Recipe of DFlash2: that of DFlash and this field."""
 
-    conv_kernel_size: Count = Field(
-        2,
-        description="Positions of a block that a convolution reads, its own and those before.",
-    )
-    conv_group_size: Count | None = Field(
-        None,
-        description="Channels that share a correction of the kernel; a divisor of the hidden size. By default the "
-        "largest power of two up to 16 that is one.",
-    )
     selector_rank: Count = Field(256, description="Width of the selector's codebooks.")
-    selector_top_k: Count = Field(16, description="Candidates of a position.")
-    selector_weight: Amount = Field(1.0, description="Weight of the selector's cross-entropy in the loss.")
 
 
 class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
@@ -55,19 +45,21 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
 
     @classmethod
     def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
-        rank = min(256, max(16, hidden_size // 16))
-        return {"selector_rank": rank, "conv_group_size": math.gcd(CONV_GROUP, hidden_size)}
+        return {"selector_rank": min(256, max(16, hidden_size // 16))}
 
     def own_config(self, target: Target) -> Mapping[str, Any]:
-        names = ("conv_kernel_size", "selector_rank", "selector_top_k")
-        group = self.recipe.conv_group_size or math.gcd(CONV_GROUP, target.hidden_size)
-        return {"conv_group_size": group} | {name: getattr(self.recipe, name) for name in names}
+        return {
+            "conv_kernel_size": CONV_TAPS,
+            "conv_group_size": math.gcd(CONV_GROUP, target.hidden_size),
+            "selector_rank": self.recipe.selector_rank,
+            "selector_top_k": CANDIDATES,
+        }
 
     def is_quantized(self, name: str) -> bool:
         return super().is_quantized(name) and not name.endswith("kernel_projection")
 
     def factors(self) -> Mapping[str, float]:
-        return {**super().factors(), "selector": self.recipe.selector_weight}
+        return {**super().factors(), "selector": 1.0}
 
     def losses(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
         return {**super().losses(network, slots), "selector": selector_losses(network, slots)}

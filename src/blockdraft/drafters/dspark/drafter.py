@@ -33,7 +33,6 @@ from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.drafter import lattice_log_probs
 from blockdraft.drafters.dspark.network import DSparkNetwork
-from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 
@@ -56,11 +55,6 @@ class DSparkDrafter(DFlashDrafter):
     @property
     def chooses_length(self) -> bool:  # type: ignore[override]
         return self.network.confidence_head is not None
-
-    def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
-        if diffusion_steps != 1:
-            raise UsageError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
-        super().check_steps(diffusion_steps, noise_schedule)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Return hidden states and logits of the D = block_size - 1 draft tokens.

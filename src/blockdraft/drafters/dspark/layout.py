@@ -7,20 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from blockdraft.drafters.dflash.layout import dflash_shapes
-from blockdraft.drafters.dspark.network import DSparkConfig
+from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes, Speculator
 from blockdraft.nn.draft_config import need
-
-
-def dspark_shapes(config: DSparkConfig) -> Shapes:
-    """Return the shapes of DFlash v1, 2 more for the Markov head and 2 for the confidence head."""
-    factor = (config.vocab_size, config.markov_rank)
-    shapes = dflash_shapes(config) | {"markov_head.markov_w1.weight": factor, "markov_head.markov_w2.weight": factor}
-    if config.enable_confidence_head:
-        width = config.hidden_size + config.confidence_head_with_markov * config.markov_rank
-        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
-    return shapes
 
 
 def _adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,8 +54,7 @@ def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
 ARCHITECTURES = (
     Architecture(
         ("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel"),
-        DSparkConfig,
-        dspark_shapes,
+        DSparkNetwork,
         ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
         _adapted,
         marks={"projector_type": "dspark"},

@@ -36,7 +36,7 @@ class FlowDrafter(DFlashDrafter):
     network_class: type[DFlashNetwork] = FlowNetwork
 
     @property
-    def usual_steps(self) -> int:
+    def usual_passes(self) -> int:
         return self.config.diffusion_steps
 
     @cached_property
@@ -64,7 +64,7 @@ class FlowDrafter(DFlashDrafter):
 
         places = torch.tensor(state.lengths)[:, None] + torch.arange(1, plan.block_size)
         noise = self._noise[send(places % POSITIONS, anchor.device)]
-        passes, share = plan.draft_passes or self.diffusion_steps, NOISE_SCHEDULES[self.noise_schedule]
+        passes, share = plan.draft_passes or self.usual_passes, NOISE_SCHEDULES[self.noise_schedule]
         hidden = network.denoised(noise, passes, share, run, lambda out: mean_embedding(scored(out), target.embed))
         return hidden, scored(hidden)
 

@@ -275,7 +275,7 @@ def path(target: Target, drafter: Drafter) -> Path:
         ),
         *(target.device.type, gpu),
         *(type(drafter).__name__, drafter.block_size, drafter.target_layers),
-        *((part.kind, _absolute(part.path), part.draft_vocab, part.bits, str(part.device)) for part in drafter.parts),
+        *((part.kind, _absolute(part.path), part.draft_vocab, part.bits) for part in drafter.parts),
         *(torch.get_num_threads(), platform.node(), platform.processor()),
         *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
     ]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from blockdraft.decode.proposal import ChainPlan, HybridPlan, Plan, Turn
@@ -75,7 +75,7 @@ def controller(
     The members of a hybrid drafter are asked in turn if chain lengths are chosen by the policy. A tree merges the
     drafts of all members, and a sampled chain must be chosen by a fixed rule.
     """
-    free_chains = drafting == replace(drafting, block_size="auto", tree_budget=0, sampled=False)
+    free_chains = drafting.automatic and not drafting.tree_budget and not drafting.sampled
     kind = HybridController if len(drafter.parts) > 1 and free_chains else Controller
     return kind(drafter, drafting, load_costs, now)
 
@@ -103,6 +103,7 @@ class Controller:
         self._drafter, self._drafting = drafter, drafting
         self._block_size = drafting.block_size if isinstance(drafting.block_size, int) else drafter.block_size
         self._tree = drafting.tree_budget != 0
+        self.automatic = self._block_size > 1 and drafting.automatic  # whether the policy decides anything
         chooses = drafter.chooses_tree_size if self._tree else drafter.chooses_length
         self._drafter_chooses = self.automatic and chooses
         self._costs, self._now = cache(lambda: load_costs(drafter)), now
@@ -119,11 +120,6 @@ class Controller:
         self._paused = False
         self._decision: Decision | None = None  # for the planned step; None if there was nothing to decide
         self._hold, self._requests = 0, list[Request]()  # steps for which the decision still holds, and its requests
-
-    @property
-    def automatic(self) -> bool:
-        """Whether the policy decides anything."""
-        return self._block_size > 1 and "auto" in (self._drafting.block_size, self._drafting.tree_budget)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -185,7 +181,7 @@ class Controller:
             decision = self._decision = previous
             self._hold -= 1
             block_size, seconds = min(block_size, 1 + decision.max_draft_tokens), decision.step_seconds
-            if seconds is None and self._drafting.tree_budget == "auto":
+            if seconds is None and self._tree:
                 budget = decision.max_draft_tokens
             if seconds is not None:
                 calibration = self._acceptance.calibration

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.diffusion.folder import FAMILY_OF
-from blockdraft.drafters import bundled, bundled_for, drafter_path, for_others
+from blockdraft.drafters import TINY_DRAFTER, bundled_for, drafter_files, drafter_path
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
 from blockdraft.formats.folder import blaming
@@ -34,17 +34,15 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
 
     Args:
         path: A folder, a GGUF file, a hub name (of a drafter if a target is given, else of a target), "bundled" for
-            the drafter that is bundled for the target (by default the tiny one), or "bundled-dflash" for the bundled
-            DFlash drafter.
+            the drafter that is bundled for the target (by default the tiny one).
         target: Target to check a drafter against: a folder, hub name, GGUF file, or "bundled".
         revision: Revision of a hub name.
 
     Raises:
         UsageError: The checkpoint is missing, of an unknown kind, or cannot be read.
     """
-    own = bundled_for(target) if target is not None and str(path) == "bundled" else None
-    place = own or bundled().get(str(path)) or Path(located(path))
-    if target is None and place in bundled().values():
+    place = drafter_files(path, target) if str(path) == "bundled" else Path(located(path))
+    if target is None and place == TINY_DRAFTER:
         target = BUNDLED
     if target is not None:
         place = drafter_path(place)  # a hub name that is checked against a target is a drafter's
@@ -76,14 +74,14 @@ def checked_pair(drafter: str | Path, target: str, note: Callable[[str], None]) 
     """Return the report of `inspect` on a drafter that fits the target.
 
     Args:
-        drafter: Folder, GGUF file, or "bundled" as for `for_others`.
+        drafter: Folder, GGUF file, hub name, or "bundled".
         target: Folder or hub name.
         note: Called with each warning.
 
     Raises:
         UsageError: There is no drafter, it cannot be read, or it does not fit.
     """
-    report = inspect(for_others(drafter, target, note), target)
+    report = inspect(drafter_files(drafter, target), target)
     if report.what != "drafter":
         raise UsageError(f"{drafter} is not a drafter; give the folder of one.")
     wrong = [check for check in report.fits if check.holds is False]

@@ -1,1 +1,0 @@
-"""Prompt sets of papers on drafting, measured as in the papers."""
