@@ -65,6 +65,8 @@ NOT_RUN = {
     "build/hidden-states": PULLED,
     "blockdraft train eagle3 $RECIPE/drafter.toml --target $TARGET --data build/dense/data      "
     "--hidden-states build/hidden-states --out build/drafter": PULLED,
+    "blockdraft export build/drafter --target $TARGET --format gguf --type q4_0 --no-tokenizer "
+    "--out build/bundle": PULLED,
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
     "blockdraft serve --target smollm2": SERVE,
     'blockdraft generate --target smollm2 "Write a Python function that adds two numbers." --compare': PULLED,

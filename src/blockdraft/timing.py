@@ -22,16 +22,17 @@ TELL_SECONDS = 10.0  # between reports on what takes long
 
 
 @contextmanager
-def telling(note: Callable[[str], None], what: str, at_once: bool = True) -> Iterator[None]:
+def telling(note: Callable[[str], None], what: str | Callable[[], str], at_once: bool = True) -> Iterator[None]:
     """Report what goes on in this context every `TELL_SECONDS`, and, if `at_once`, at its beginning."""
+    text = what if callable(what) else lambda: what
     ended, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not ended.wait(TELL_SECONDS):
-            note(f"{what} ... ({time.monotonic() - began:.0f} s)")
+            note(f"{text()} ... ({time.monotonic() - began:.0f} s)")
 
     if at_once:
-        note(f"{what} ...")
+        note(f"{text()} ...")
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
     try:

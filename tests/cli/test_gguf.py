@@ -111,9 +111,14 @@ def test_export_leaves_its_file(
     drafter, target = (open_gguf(path).metadata for path in (out / "drafter-f32.gguf", file))
     own = {key for key in target if key.startswith("tokenizer.")}
     assert own and {key: drafter[key] for key in own} == {key: target[key] for key in own}
+    assert blockdraft("export", tiny_drafter_dir, *args[:-1], tmp_path / "small", "--no-tokenizer").code == 0
+    assert (tmp_path / "small/drafter-f32.gguf").stat().st_size < (out / "drafter-f32.gguf").stat().st_size
     loaded = load_target(file, device="cpu", compile="off")
-    with Engine(loaded, load_drafter(out / "drafter-f32.gguf", target=loaded), 2) as engine:
-        assert engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=8))[0].token_ids
+    for folder in (out, tmp_path / "small"):
+        with Engine(loaded, load_drafter(folder / "drafter-f32.gguf", target=loaded), 2) as engine:
+            assert engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=8))[0].token_ids
+    done = blockdraft("export", tiny_drafter_dir, *args[:2], "--no-tokenizer", "--out", tmp_path / "folder")
+    assert done.code == 2 and "--no-tokenizer goes with --format gguf" in done.err
 
 
 def test_quantize_and_convert_a_file(

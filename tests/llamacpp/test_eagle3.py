@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "yarn": {"rope_scaling": YARN},
     "llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}},
+    "without a tokenizer": {},
 }
 
 
@@ -49,7 +50,8 @@ def test_every_variant(variant: str, eagle3_of_three_target_layers: Path, few_wo
     for name in {*tensor_shapes(config)} - {*tensors}:
         tensors[name] = 1 + 0.5 * torch.randn(tensor_shapes(config)[name], generator=random)
     find_layout("eagle3").write(tmp_path / "drafter", Checkpoint(config, tensors), None, ())
-    done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")
+    with_tokenizer = variant != "without a tokenizer"
+    done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32", with_tokenizer=with_tokenizer)
     accepts_alike(done, few_words, tmp_path / "drafter", "draft-eagle3", DRAFT_CHOICE, tmp_path / "log", share=0.8)
 
 

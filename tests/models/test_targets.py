@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from blockdraft.cli.target import DrafterSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
+from blockdraft.evaluation.methods import parse_methods
+from blockdraft.evaluation.speed import load_methods
 from blockdraft.models import (
     bundled_drafter,
     default_target,
@@ -71,6 +74,27 @@ def test_its_drafter_is_the_bundled_one(pulled: Path, its_drafter: Path) -> None
     assert load_drafter(target=tiny).path != its_drafter
 
 
+def test_it_drafts_with_lookup_where_the_catalogue_says_so(
+    its_drafter: Path, tiny_target_dir: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of Qwen2.5-Coder-1.5B does, and the name "bundled" is the drafter alone; the 0.5B has none."""
+    for size in ("0.5b", "1.5b"):
+        shutil.copytree(tiny_target_dir, models_folder() / f"qwen2.5-coder-{size}")
+    own = Path(shutil.copytree(its_drafter, its_drafter.parents[1] / "qwen2.5-coder-1.5b/drafter"))
+    target = load_target("qwen2.5-coder-1.5b")
+    assert [part.path for part in load_drafter(target=target).parts] == [None, own]
+    assert load_drafter(target=target).kind == "lookup+dflash"
+    assert load_drafter("bundled", target=target).kind == "dflash"
+    [_, chain, both] = load_methods(parse_methods("none,chain,lookup+chain", None, 4, 16), target, 1).values()
+    assert (chain.drafter.kind, both.drafter.kind) == ("dflash", "lookup+dflash")
+    capsys.readouterr()
+    DrafterSettings().load(target)
+    assert capsys.readouterr().err == (
+        "Drafting with lookup and the drafter bundled for qwen2.5-coder-1.5b; --drafter none decodes without it.\n"
+    )
+    assert load_drafter(target=load_target("qwen2.5-coder-0.5b")).kind == "lookup"
+
+
 def test_a_bundled_drafter_may_be_a_gguf_file(its_drafter: Path) -> None:
     (its_drafter / "drafter.gguf").touch()
     assert bundled_drafter(known("smollm2")) == its_drafter / "drafter.gguf"
@@ -81,7 +105,7 @@ def test_without_one_the_text_is_looked_up(pulled: Path, caplog: pytest.LogCaptu
     target = load_target("smollm2")
     with caplog.at_level(logging.WARNING):
         assert type(load_drafter(target=target)).__name__ == "LookupDrafter"
-    with pytest.raises(UsageError, match="must be"):
+    with pytest.raises(UsageError, match="No drafter is bundled for SmolLM2-135M-Instruct; leave the drafter out"):
         load_drafter("bundled", target=target)
 
 
@@ -95,6 +119,13 @@ def test_its_file_is_known_at_another_place(tmp_path: Path) -> None:
     assert model_of(place) == known("smollm2")
     os.truncate(place, file.bytes - 1)
     assert model_of(place) is None
+
+
+def test_a_drafter_of_another_size_is_refused() -> None:
+    """The tiny target stands in for Qwen2.5-Coder-0.5B, whose hidden size is not that of the 1.5B either."""
+    drafter = bundled_drafter(known("qwen2.5-coder-1.5b"))
+    with pytest.raises(UsageError, match="hidden_size must be the target's, 224, got 1536; use a drafter made for it"):
+        load_drafter(drafter, target=load_target("bundled"))
 
 
 def test_the_default_pair(pulled: Path, its_drafter: Path, tiny_drafter_dir: Path) -> None:

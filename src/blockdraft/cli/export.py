@@ -35,6 +35,9 @@ class ExportSettings:
         description=f"Number format of the matrices in GGUF files; by default {DEFAULT_GGUF_WEIGHTS}, which keeps a "
         "model in bfloat16 as it is.",
     )
+    tokenizer: bool = Field(
+        True, description="Copy the target's tokenizer into the GGUF file of a drafter; --no-tokenizer saves its size."
+    )
     target_name: Annotated[str | None, Flag(metavar="NAME")] = Field(
         None,
         description="Hub name or folder of the target to write into the speculators format; by default --target.",
@@ -75,6 +78,8 @@ def export(
         raise UsageError(
             f"--type {options.type} goes with --format {GGUF}; leave it out, since weights keep their dtype."
         )
+    if not options.tokenizer:
+        raise UsageError(f"--no-tokenizer goes with --format {GGUF}; leave it out, since other formats hold none.")
     layout = options.format or usual_format(drafter)
     find_layout(layout)
     place = model.target or "bundled"
@@ -90,7 +95,8 @@ def _write_gguf(drafter: str, options: ExportSettings, model: TargetSettings) ->
 
     quiet()
     weights = options.type or DEFAULT_GGUF_WEIGHTS
-    done = export_gguf(drafter, options.out, model.target or BUNDLED, weights, model.revision, model.adapter)
+    place, with_tokenizer = model.target or BUNDLED, options.tokenizer
+    done = export_gguf(drafter, options.out, place, weights, model.revision, model.adapter, with_tokenizer)
     for note in done.notes:
         tell(f"Note: {note}")
     for file in (done.target, done.drafter):

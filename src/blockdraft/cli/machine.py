@@ -202,11 +202,14 @@ def calibrate(
     The block size and tree budget "auto" begin with these times, and learn from the steps that run. Measure while
     nothing else runs.
     """
+    from blockdraft.drafters import default_drafter, load_drafter
     from blockdraft.engine.adaptive import costs as stored_costs
     from blockdraft.engine.adaptive.costs import Probe
 
     target = model.load_for(drafter.drafter, drafter.draft_vocab)
-    loaded = drafter.load(target)
+    # Each member of a hybrid drafter has costs of its own, and lookup has none.
+    chosen = drafter.drafter or default_drafter(target.path, alone=True)
+    loaded = load_drafter(chosen, target=target, draft_vocab=drafter.draft_vocab)
     file = stored_costs.path(target, loaded)
     costs = None if anew else stored_costs.load(file)
     if costs is None:

@@ -127,7 +127,7 @@ def train(
         with display.progress("done") as progress:
             layout = options.format
             if target.path is None or not is_gguf(target.path):  # the format could not name a GGUF file
-                layout = layout or find_variant(variant).layout(settings)
+                layout = layout or find_variant(variant).layout(settings, target)
             written = None if layout is None else format_for(layout, target, model.target, revision=model.revision)
             job = TrainingJob(
                 variant,

@@ -46,6 +46,23 @@ def bundled_for(target: str | Path) -> Path | None:
     return None
 
 
+def default_drafter(target: str | Path | None, alone: bool = False) -> str:
+    """Return the default drafter of a target, as `load_drafter` takes it.
+
+    This is its bundled drafter, joined with lookup if the catalogue says so, else lookup.
+
+    Args:
+        target: As in `located`, with its errors; None is unknown.
+        alone: Whether to leave lookup away from the bundled drafter.
+    """
+    drafter = None if target is None else bundled_for(target)
+    if drafter is None:
+        return "lookup"
+    published = (entry for model in catalogue() if bundled_drafter(model) == drafter for entry in model.drafters)
+    with_lookup = any(entry.with_lookup for entry in published) and not alone
+    return f"lookup{JOINT}{drafter}" if with_lookup else str(drafter)
+
+
 def _bundled_by_fingerprint() -> dict[str, Path]:
     """Map the fingerprint of each target to the drafter that was trained for it."""
     drafters = {}
@@ -93,9 +110,9 @@ def load_drafter(
         path: Folder, GGUF file or hub name of a drafter, folder or GGUF file of a smaller language model with the
             target's tokens, or name of a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head
             in the target's folder).
-            None is the drafter that is bundled for the target, else "lookup". "bundled" is that drafter too, else that
-            of the bundled target, which fits models made from it. Several drafters joined by +, such as
-            "lookup+bundled", draft together.
+            None is that of `default_drafter`. "bundled" is the drafter of `bundled_for`, else that of the bundled
+            target, which fits models made from it. Several drafters joined by +, such as "lookup+bundled", draft
+            together.
         target: Target to draft for. The drafter gets its dtype and device. A warning is logged if the drafter was
             trained for another target of the same shape.
         draft_vocab: Tokens that a drafter with the target's output projection may draft, so that it reads only these
@@ -108,7 +125,7 @@ def load_drafter(
             one.
     """
     kept = None if draft_vocab is None else read_draft_vocab(draft_vocab, target)
-    paths = [path] if path is None else joined(path)
+    paths = joined(default_drafter(target.path) if path is None else path)
     # Each drafter packs its own rows of the output projection.
     hosts = [target if kept is None else with_draft_vocab(target, kept) for _ in paths]
     drafters = [_load(member, host) for member, host in zip(paths, hosts, strict=True)]
@@ -183,16 +200,20 @@ def joined(path: str | Path) -> list[str]:
     return members
 
 
-def _load(path: str | Path | None, target: Target) -> Drafter:
+def _load(path: str, target: Target) -> Drafter:
     """Load one drafter."""
     kinds = entries()
-    if path is None or str(path) == BUNDLED:
+    if path == BUNDLED:
         own = None if target.path is None else bundled_for(target.path)
-        path = own or ("lookup" if path is None else TINY_DRAFTER)
-    if str(path) in kinds and kinds[str(path)].by_name:
-        return kinds[str(path)].load(None, target)
+        if own is None and target.path is not None and (model := model_of(target.path)) is not None:
+            raise UsageError(
+                f"No drafter is bundled for {model.name}; leave the drafter out for lookup, or name another."
+            )
+        path = str(own or TINY_DRAFTER)
+    if path in kinds and kinds[path].by_name:
+        return kinds[path].load(None, target)
     folder = drafter_path(path)
-    config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, str(path))
+    config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, path)
     architectures = config.get("architectures")
     architectures = architectures if isinstance(architectures, list | tuple) else []
     claimants = [entry for entry in kinds.values() if entry.claims(config)]
@@ -202,7 +223,7 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
         raise UsageError(
             f"{folder} has the architectures {architectures}; use a drafter of one of the known kinds: {known}."
         )
-    other = _made_for_another(str(path), config, target) if source is None else None
+    other = _made_for_another(path, config, target) if source is None else None
     try:
         drafter = claimants[0].load(folder, target)
     except UsageError as error:

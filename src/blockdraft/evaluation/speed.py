@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from blockdraft.drafters import Drafter, check_place, entries, load_drafter
+from blockdraft.drafters import Drafter, check_place, default_drafter, entries, load_drafter
 from blockdraft.engine import Completion, Engine, loops, merge
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method
@@ -164,7 +164,8 @@ def load_methods(
         with _naming(method):
             if method.drafter not in drafters:
                 vocab = None if method.drafter in without_network else draft_vocab
-                drafters[method.drafter] = load_drafter(method.drafter, target=target, draft_vocab=vocab)
+                drafter = method.drafter or default_drafter(target.path, alone=True)
+                drafters[method.drafter] = load_drafter(drafter, target=target, draft_vocab=vocab)
             engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
     if draft_vocab is not None and drafters.keys() <= without_network:
         raise UsageError("draft_vocab is given, and no method has a drafter with a network; name one, or leave it out.")

@@ -25,7 +25,7 @@ class Stored:
     """Tensor of a checkpoint, on disk or in memory.
 
     Attributes:
-        kind: Dtype under its name in safetensors files, or `FEW_BITS` for a `QuantizedWeight`.
+        kind: Dtype under its name in safetensors files, or `FEW_BITS` or a type of GGUF files for a `QuantizedWeight`.
         read: Function that returns the tensor on the CPU.
     """
 

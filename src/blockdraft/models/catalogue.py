@@ -69,6 +69,7 @@ class Drafter(Record):
         layers: Layers of its network, likewise.
         licence: Licence of the weights.
         source: Where it is published, or listed by its authors.
+        with_lookup: Whether a bundled drafter drafts together with lookup by default.
         measured: Published figures.
     """
 
@@ -80,6 +81,7 @@ class Drafter(Record):
     draft_vocab: Count | None = None
     layers: Count | None = None
     licence: str | None = None
+    with_lookup: bool = False
     measured: tuple[Measured, ...] = ()
 
 

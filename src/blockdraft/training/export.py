@@ -221,9 +221,10 @@ class GGUFSource:
         """Write the target; see `write_gguf_target`."""
         write_gguf_target(path, self.checkpoint, {**self.tokenizer, "general.name": self.name}, weights)
 
-    def write_drafter(self, path: Path, drafter: Checkpoint, weights: GGUFWeights) -> None:
+    def write_drafter(self, path: Path, drafter: Checkpoint, weights: GGUFWeights, with_tokenizer: bool = True) -> None:
         """Write a drafter; see `blockdraft.formats.gguf.drafter.write_drafter`."""
-        write_drafter(path, drafter, {**self.tokenizer, "general.name": f"drafter of {self.name}"}, weights)
+        tokenizer = self.tokenizer if with_tokenizer else {}
+        write_drafter(path, drafter, {**tokenizer, "general.name": f"drafter of {self.name}"}, weights)
 
 
 @contextmanager
@@ -270,6 +271,7 @@ def export_gguf(
     weights: GGUFWeights,
     revision: str | None = None,
     adapter: str | Path | None = None,
+    with_tokenizer: bool = True,
 ) -> ExportedGGUF:
     """Write a drafter and its target as `drafter-WEIGHTS.gguf` and `target-WEIGHTS.gguf`.
 
@@ -281,6 +283,7 @@ def export_gguf(
         out: A folder, new or not.
         target, revision, adapter: As in `gguf_source`.
         weights: Number format of the matrices; see `blockdraft.formats.gguf.write_gguf`.
+        with_tokenizer: Whether the drafter's file gets a copy of the target's tokenizer.
 
     Raises:
         UsageError: The drafter does not fit the target, llama.cpp cannot run one of the two, or `out` cannot be
@@ -295,7 +298,7 @@ def export_gguf(
     with gguf_source(target, revision, adapter) as source:
         checkpoint = source.read_drafter(drafter)
         with new_files(Path(out)) as folder:
-            source.write_drafter(folder / drafter_file.name, checkpoint, weights)
+            source.write_drafter(folder / drafter_file.name, checkpoint, weights, with_tokenizer)
             if not is_gguf(target):
                 source.write_target(folder / target_file.name, weights)
         architecture, fingerprint = gguf_architecture(source.checkpoint), source.checkpoint.source_fingerprint

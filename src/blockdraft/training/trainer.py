@@ -77,9 +77,12 @@ class Trainer(Run):
         self.target, self.accelerator, self.progress = job.target, job.accelerator, job.progress
         self.stops = stops or StopSignals(job.progress.note)
         target, accelerator, progress, data, out = job.target, job.accelerator, job.progress, job.data, job.out
-        only = find_variant(job.variant).layout(job.recipe)
+        only = find_variant(job.variant).layout(job.recipe, target)
         if only is not None and job.written is not None and job.written.name != only:
-            raise UsageError(f"The format is {job.written.name} and the recipe needs {only}; leave it out.")
+            raise UsageError(
+                f"format must be {only} for this recipe and target, got {job.written.name}: no other format can hold "
+                "such a drafter. Leave it out."
+            )
         self.evaluation_format = Format(only or entries()[job.variant].layouts[0])
         self.written = job.written or self.evaluation_format
         self.out, self.folder = out, run_folder(out)

@@ -137,15 +137,18 @@ class Variant(ABC, Generic[R, N, C]):
     kept: Tensor | None = None
 
     @classmethod
-    def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
+    def fit_fields(cls, layers: int, hidden_size: int, narrow: bool = False) -> dict[str, Any]:
         """Return the recipe fields that `blockdraft fit` sets for a target of this size.
 
         None leaves out a field that `fit` sets for most kinds.
+
+        Args:
+            narrow: Whether an MLP as wide as the target's would train too slowly.
         """
         return {}
 
     @classmethod
-    def layout(cls, recipe: R) -> str | None:
+    def layout(cls, recipe: R, target: Target) -> str | None:
         """Return the only layout in which drafters of a recipe can be written, or None for any of their kind's."""
         return None
 

@@ -34,7 +34,7 @@ def test_the_training_pass_equals_the_draft_pass(
         random = torch.Generator().manual_seed(5)
         for parameter in network.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=random)
-    assert DFlashVariant.layout(RECIPE) == "speculators"
+    assert DFlashVariant.layout(RECIPE, target) == "speculators"
     saved = variant.saved(network.state_dict())
     export(tmp_path / "drafter", Format("speculators"), config, saved, target, variant.kept)
     drafter: Any = load_drafter(tmp_path / "drafter", target=target)

@@ -17,6 +17,7 @@ from blockdraft.formats.gguf import open_gguf, write_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, drafter_metadata, write_drafter
 from blockdraft.formats.stored import stored
 from blockdraft.formats.trained import UNKNOWN, Trained
+from blockdraft.nn.quantization import QUICK, best_group, quantize_weight
 
 KEPT = torch.tensor([0, 3, 4, 9, 62])
 CONFIG = Eagle3Config(
@@ -76,6 +77,31 @@ def test_quantized(tmp_path: Path) -> None:
             torch.allclose(actual[name].float(), expected[name].float(), atol=near, rtol=near) for name in actual
         )
         assert not torch.equal(actual["midlayer.self_attn.q_proj.weight"], expected["midlayer.self_attn.q_proj.weight"])
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    """The number of the target's tokens is enough."""
+    write_drafter(tmp_path / "d.gguf", drafter(), {}, "f32")
+    file = open_gguf(tmp_path / "d.gguf")
+    assert file.metadata["tokenizer.ggml.model"] == "none" and file.metadata["eagle3.vocab_size"] == 64
+    assert read_drafter(file.path, None, 10).config == CONFIG
+
+
+def test_trained_for_4_bits(tmp_path: Path) -> None:
+    """Q4_0 holds the values of the drafter that was trained, head included, and quantizing again changes none."""
+    trained = replace(drafter(), trained=Trained("0123456789abcdef", 4))
+    path = write(tmp_path / "d.gguf", trained, "q4_0")
+    assert {tensor.kind for tensor in open_gguf(path).tensors.values() if len(tensor.shape) == 2} == {"Q4_0"}
+    actual = read_drafter(path, None, 10).tensors
+    for name, weight in trained.tensors.items():
+        expected = weight
+        if weight.ndim == 2:
+            expected, again = (
+                quantize_weight(tensor, 4, best_group(tensor.size(1)), shares=QUICK).dequantize()
+                for tensor in (weight, actual[name])
+            )
+            assert torch.equal(again, expected)
+        assert torch.equal(actual[name], expected)
 
 
 def test_metadata_for_llama_cpp(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft import Engine, load_drafter, load_target
@@ -237,6 +238,18 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
     theirs = target.head(teacher.to(target.dtype)).float()[:, kept]
     torch.testing.assert_close(actual, theirs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(variant.teacher_logits(target, teacher), theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", None), ("qwen2", None), ("qwen3", "eagle3_speculators")])
+def test_the_layout_of_a_drafter_that_begins_as_the_last_layer(family: str, layout: str | None, tmp_path: Path) -> None:
+    """Norms on queries and keys alone need another layout than the usual one."""
+    target = of_family(tmp_path / "target", family)
+    variant, network = made(target, draft_vocab=100, init="last_layer")
+    assert Eagle3Variant.layout(variant.recipe, target) == layout
+    written, tensors = Format(layout or "eagle3", "owner/name"), network.state_dict()
+    export(tmp_path / "drafter", written, network.config, tensors, target, with_embedding=False)
+    assert "embed_tokens.weight" not in load_file(tmp_path / "drafter/model.safetensors")
+    assert load_drafter(tmp_path / "drafter", target=target).kind == "eagle3"
 
 
 def test_a_narrower_mlp_begins_with_the_strongest_neurons(tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from blockdraft.settings import read_settings
 from blockdraft.tools.fit.facts import Machine, Measured, Plan, Speeds, TargetFacts, duration, show
-from blockdraft.tools.fit.plan import Default, Planner, candidates, expected_speedup, reference, target_layers
+from blockdraft.tools.fit.plan import (
+    Default,
+    Planner,
+    candidates,
+    expected_speedup,
+    layer_weights,
+    reference,
+    target_layers,
+)
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.training.variant import find_variant, fit_gains
 
@@ -96,6 +104,15 @@ def test_a_head_that_costs_more_than_the_layers_is_cut() -> None:
     assert "draft_vocab" not in both.recipe and any("--variant dflash" in reason for reason in both.reasons)
     large = replace(small, layers=28, hidden_size=1536, vocab_size=151_936, inner_size=8960)  # Qwen2.5 1.5B
     assert plan(target=large).recipe["draft_vocab"] == 8192  # on a CPU, where its head takes half of the time
+    # A CPU trains part of the large MLP. So this kind is measured before DFlash, and may be the only one.
+    assert reference("eagle3", large)["intermediate_size"] == 1024
+    assert 10 * layer_weights(reference("eagle3", large), large) < layer_weights(reference("dflash", large), large)
+    narrow = replace(MEASURED, speeds={"eagle3": SPEEDS})
+    assert any(
+        "an MLP of 1024 for the target's 8960" in reason for reason in plan(target=large, measured=narrow).reasons
+    )
+    for target in (small, replace(large, device="cuda")):
+        assert "intermediate_size" not in reference("eagle3", target)
     for target in (TARGET, replace(large, device="cuda"), replace(small, vocab_size=12_000)):
         assert "draft_vocab" not in plan(target=target).recipe
 

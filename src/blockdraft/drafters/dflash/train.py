@@ -168,7 +168,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             self.counted = (*self.counted, "covered")
 
     @classmethod
-    def layout(cls, recipe: R) -> str | None:
+    def layout(cls, recipe: R, target: Target) -> str | None:
         return None if recipe.draft_vocab is None else "speculators"
 
     def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:

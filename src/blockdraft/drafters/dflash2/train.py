@@ -44,7 +44,7 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
     fit_gain = 1.26
 
     @classmethod
-    def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
+    def fit_fields(cls, layers: int, hidden_size: int, narrow: bool = False) -> dict[str, Any]:
         return {"selector_rank": min(256, max(16, hidden_size // 16))}
 
     def own_config(self, target: Target) -> Mapping[str, Any]:

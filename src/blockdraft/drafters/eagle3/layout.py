@@ -4,8 +4,8 @@
 safetensors. Target layer x is its output, 0-based, as everywhere in this package, and so in `eagle_config`. vLLM
 numbers layers by their input, x + 1, and reads them at the top level, or else those of `eagle_config`, one layer off;
 so both are written. A file without target layers reads the inputs of the layers 2, T // 2 and T - 3 of a target with T
-layers. The drafter has its own head, for the draft vocabulary of `t2d` and `d2t`. The embedding is the target's, though
-some files hold a copy.
+layers. The drafter has its own head, for the draft vocabulary of `t2d` and `d2t`. Readers take the
+embedding from the target, though some files hold a copy.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class EagleLayout(ABC):
 
     pickle = PICKLED
     borrows = False
+    layer = "midlayer."  # beginning of the layer's tensors in files
 
     @abstractmethod
     def config(
@@ -188,10 +189,7 @@ class EagleLayout(ABC):
         dtype = one_dtype(tensors)
         if len(kept) < config.vocab_size:
             tensors |= vocabulary_maps(kept, config.vocab_size)
-        if self.borrows:
-            tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
-            assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
-            tensors[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
+        tensors = {name.replace("midlayer.", self.layer, 1): tensor for name, tensor in tensors.items()}
         write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
 
 
@@ -260,7 +258,7 @@ def _misread_by_vllm(drafter: str) -> bool:
 
 
 class Eagle3Speculators(EagleLayout):
-    borrows = True
+    layer = "layers.0."
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("speculators_model_type") == "eagle3"

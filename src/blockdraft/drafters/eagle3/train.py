@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -31,7 +32,7 @@ from blockdraft.drafters.eagle3.network import (
     Eagle3Network,
     default_target_layers,
 )
-from blockdraft.errors import Complaints
+from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
 from blockdraft.settings import Amount, Count, Layers, Share, settings
@@ -111,14 +112,17 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     _head: Tensor | None = None  # the target's, of the draft vocabulary, [Vd, H]
 
     @classmethod
-    def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
+    def fit_fields(cls, layers: int, hidden_size: int, narrow: bool = False) -> dict[str, Any]:
         start = {"init": LAST_LAYER, "target_layers": target_layers_with_the_last(layers), "alone": 0.6}
+        start |= {"intermediate_size": max(2 * hidden_size // 3 // 128, 1) * 128} if narrow else {}
         return {"layers": None, "objective": {"forward_kl": 1.0}, "block_size": 6, **start}
 
     @classmethod
-    def layout(cls, recipe: Eagle3Recipe) -> str | None:
-        # A target's last layer may have norms on queries and keys, which the usual layout cannot describe.
-        return "eagle3_speculators" if recipe.init == LAST_LAYER else None
+    def layout(cls, recipe: Eagle3Recipe, target: Target) -> str | None:
+        with suppress(UsageError):  # `defaults` reports it
+            # The usual layout cannot describe norms on queries and keys, which the last layers of some targets have.
+            return "eagle3_speculators" if cls(recipe).config(target).qk_norm else None
+        return None
 
     def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
         with complaints.noting():

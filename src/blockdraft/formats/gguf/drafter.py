@@ -1,7 +1,7 @@
 """Drafters in GGUF files, as llama.cpp reads and writes them. `kinds.py` finds what is specific to each kind.
 
 A target layer is numbered by the layer that reads its output, one more than its own number. The tokenizer is a copy of
-the target's.
+the target's, or left out, which makes a small file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.gguf.files import GGUFFile, open_gguf
 from blockdraft.formats.gguf.kinds import EMBEDDING, HEAD, LIMIT, OWN, TOKENS, kind_in, kind_of, kinds
 from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_BASE, ROPE_FACTORS, WORDS, rope_factors, rope_metadata
-from blockdraft.formats.gguf.write import write_gguf
+from blockdraft.formats.gguf.write import q4_0_tensor, write_gguf
 from blockdraft.formats.stored import stored
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import need
@@ -26,6 +26,7 @@ from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.types import GGUFWeights
 
 DEPTH = f"{OWN}num_target_layers"
+MODEL, TOKENS_OF_TARGET = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 # Fields of a configuration, by their GGUF keys without the architecture.
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -69,15 +70,23 @@ def write_drafter(path: Path, drafter: Checkpoint, tokenizer: Mapping[str, Any],
     """Write a drafter.
 
     Args:
-        tokenizer: Metadata of the target's tokenizer and other values, by their keys.
-        weights: As in `write_gguf`.
+        tokenizer: Metadata of the target's tokenizer and other values, by their keys. Without a tokenizer, the file
+            holds the number of tokens.
+        weights: As in `write_gguf`. With q4_0, all matrices of a drafter that was trained for 4 bits, head included,
+            have the values that they have when it is loaded.
 
     Raises:
         UsageError: llama.cpp cannot run such a drafter, or `write_gguf` raised.
     """
     config = drafter.config
     metadata, kind = {**tokenizer, **drafter_metadata(config)}, kind_of(config)
-    tensors = {name: stored(tensor) for name, tensor in kind.tensors(drafter).items()}
+    if TOKENS_OF_TARGET not in tokenizer:
+        metadata |= {MODEL: "none", f"{kind.architecture}.vocab_size": config.vocab_size}
+    exact = weights == "q4_0" and drafter.trained.qat_bits == 4
+    tensors = {
+        name: (q4_0_tensor(tensor) if exact else None) or stored(tensor)
+        for name, tensor in kind.tensors(drafter).items()
+    }
     if _in_factors(config):
         frequencies, _ = rotary_frequencies(
             config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
@@ -114,9 +123,9 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     whole = hidden // heads if hidden and heads else None  # llama.cpp's default
     fields["head_dim"] = get("attention.key_length") or whole
-    entered, tokens = get("target_layers"), metadata.get("tokenizer.ggml.tokens")
+    entered, size = get("target_layers"), len(metadata.get(TOKENS_OF_TARGET) or ()) or get("vocab_size")
     need(isinstance(entered, list), f"{kind.architecture}.target_layers", entered, "a list of layers")
-    need(bool(tokens), "tokenizer.ggml.tokens", None, "the target's tokens")
+    need(size is not None, TOKENS_OF_TARGET, None, f"the target's tokens, or {kind.architecture}.vocab_size a number")
     plain = {"rope.dimension_count": fields["head_dim"], "attention.value_scale": 1, "hidden_act": "silu"}
     plain |= {"target_hidden_size": hidden}
     for key, value in plain.items():
@@ -131,7 +140,7 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
     )
     config_class, own = kind.fields(file)
     fields |= {
-        "vocab_size": len(tokens or ()),
+        "vocab_size": size,
         "target_layers": tuple(layer - 1 for layer in entered),
         "num_target_layers": metadata.get(DEPTH, num_target_layers),
         "rope_theta": get("rope.freq_base") or ROPE_BASE,

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, quantize
+from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.formats.stored import Stored
+from blockdraft.nn.quantization import QUICK, QuantizedWeight, best_group, quantize_weight
 from blockdraft.types import GGUFWeights
 
 FILE_TYPES = {
@@ -27,6 +29,7 @@ FILE_TYPES = {
 }
 TABLES = ("token_embd.weight", "output.weight")  # where 4 bits cost the most accuracy and save the least memory
 PARTIAL = ".partial"
+Q4_0, Q4_0_INPUTS = "Q4_0", 32  # inputs of a block, which share a scale
 
 
 def write_gguf(
@@ -37,8 +40,8 @@ def write_gguf(
     Args:
         metadata: Values by their keys: unsigned 32-bit integers, float32 numbers, strings, and lists of these.
         tensors: Tensors by their names, in the order of the file.
-        weights: Type to which the package gguf quantizes matrices. With q4_0, embedding and head get 8 bits. Other
-            tensors are written as float32, and integers unchanged.
+        weights: Type to which the package gguf quantizes matrices. With q4_0, embedding and head get 8 bits. Tensors of
+            `q4_0_tensor` are written as they are, integers unchanged, and others as float32.
 
     Raises:
         UsageError: The type does not fit a matrix's number of columns, or cannot represent its numbers.
@@ -106,8 +109,8 @@ def _put(writer: GGUFWriter, key: str, value: Any) -> None:
 
 def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationType:
     """Return the type in which a tensor is written."""
-    if tensor.kind == "I64":
-        return GGMLQuantizationType.I64
+    if tensor.kind in ("I64", Q4_0):
+        return GGMLQuantizationType[tensor.kind]
     if len(tensor.shape) != 2 or tensor.shape[0] == 1 or not name.endswith(".weight"):
         return GGMLQuantizationType.F32
     kind = GGMLQuantizationType[("q8_0" if weights == "q4_0" and name in TABLES else weights).upper()]
@@ -120,7 +123,31 @@ def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationTy
     return kind
 
 
+def q4_0_tensor(weight: Tensor) -> Stored | None:
+    """Return a matrix in 4 bits, quantized as a drafter is when it is loaded; None if Q4_0 cannot hold that exactly.
+
+    A drafter that was trained for these values has the same ones again when it is loaded from the file.
+    """
+    if weight.ndim != 2 or weight.size(1) % Q4_0_INPUTS:
+        return None
+    quantized = quantize_weight(weight, 4, best_group(weight.size(1)), shares=QUICK)
+    exact = isinstance(quantized.scale, Tensor) and quantized.scale.dtype == torch.float16
+    return Stored(tuple(weight.shape), Q4_0, lambda: quantized) if exact else None
+
+
+def _q4_0_blocks(weight: QuantizedWeight) -> np.ndarray[Any, Any]:
+    """Return the blocks of a matrix `[out, bytes]`: a scale, and codes of which the first half are the low 4 bits."""
+    assert isinstance(weight.scale, Tensor)
+    scale = weight.scale.repeat_interleave(weight.group // Q4_0_INPUTS, dim=1).unsqueeze(-1).view(torch.uint8)
+    low, high = (weight.codes + 8).view(torch.uint8).unflatten(1, (-1, 2, Q4_0_INPUTS // 2)).unbind(2)
+    return torch.cat([scale, low | high << 4], dim=-1).flatten(1).numpy()
+
+
 def _rounded(name: str, tensor: Stored, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    if tensor.kind == Q4_0:
+        quantized = tensor.read()
+        assert isinstance(quantized, QuantizedWeight)
+        return _q4_0_blocks(quantized)
     weight = tensor.tensor()
     if kind == GGMLQuantizationType.I64:
         return weight.numpy()

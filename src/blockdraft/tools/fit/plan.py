@@ -36,6 +36,7 @@ class Default:
     LONG_TRAINING = 50_000_000  # tokens of training from which on long blocks pay off
     DRAFT_VOCAB = 8192  # tokens that a drafter can propose where the target's whole head is too slow
     HEAD, CPU_HEAD = 1.0, 0.5  # weights of that head over those of the draft layers, from which on it is too slow
+    CPU_INNER = 4096  # inner size of an MLP from which on a CPU trains it too slowly
     # Responses
     FEWEST_ANSWERS = 64
     LONG_ANSWER = 512
@@ -75,7 +76,8 @@ def reference(variant: str, target: TargetFacts, block_size: int = Default.SHORT
         "warmup": 0.03,
         "draft_vocab": Default.DRAFT_VOCAB if kind.reducible and reduces(target) else None,
     }
-    fields |= kind.fit_fields(target.layers, target.hidden_size)
+    narrow = target.device == "cpu" and target.inner_size > Default.CPU_INNER
+    fields |= kind.fit_fields(target.layers, target.hidden_size, narrow)
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -96,10 +98,16 @@ def draft_layers(target: TargetFacts) -> int:
     return min(max(round(target.layers / 4), 1), Default.LAYERS)
 
 
+def layer_weights(fields: Fields, target: TargetFacts) -> int:
+    """Return the number of weights in the layers of a drafter, to which its training time is about proportional."""
+    hidden = target.hidden_size
+    inner = fields.get("intermediate_size") or target.inner_size or 3 * hidden
+    return int(fields.get("layers", 1)) * hidden * (4 * hidden + 3 * inner)
+
+
 def reduces(target: TargetFacts) -> bool:
     """Return whether a drafter with draft layers like the target's layers drafts part of the vocabulary only."""
-    inner = target.inner_size or 3 * target.hidden_size
-    weights = draft_layers(target) * target.hidden_size * (4 * target.hidden_size + 3 * inner)
+    weights = layer_weights({"layers": draft_layers(target)}, target)
     most = Default.CPU_HEAD if target.device == "cpu" else Default.HEAD
     return target.vocab_size * target.hidden_size > most * weights and target.vocab_size >= 2 * Default.DRAFT_VOCAB
 
@@ -340,6 +348,8 @@ class Planner:
             )
         elif reduces(target):
             self.reasons.append("the target's head slows down the draft layers; --variant dflash would avoid that")
+        if width := recipe.get("intermediate_size"):
+            self.reasons.append(f"an MLP of {width} for the target's {target.inner_size}, which a CPU trains faster")
         if "layers" in recipe:
             layers = counted(recipe["layers"], "draft layer")
             self.reasons.append(f"{layers} for the target's {target.layers}: a quarter of them, at most 5")

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ from blockdraft.errors import UsageError
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
-from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts
-from blockdraft.tools.fit.plan import anchors, reference, stored_target_layers
+from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts, duration
+from blockdraft.tools.fit.plan import anchors, layer_weights, reference, stored_target_layers
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.job import TrainingJob
 from blockdraft.training.trainer import Trainer
@@ -152,16 +153,25 @@ def measure(
             try that.
     """
     start, seconds = time.monotonic(), min(SHARE * 3600 * hours, MOST_SECONDS)
-    with telling(note, "Answering some prompts"):
+
+    def stage(what: str) -> AbstractContextManager[None]:
+        def text() -> str:
+            left = start + seconds - time.monotonic()
+            return f"{what} (about {duration(left)} left to measure)" if left > 1 else what
+
+        return telling(note, text)
+
+    with stage("Answering some prompts"):
         sample = _responses(target, prompts, ANSWERS * seconds, max_new_tokens, load_quantized)
     mean = statistics.mean(sample.lengths)
     writer = "" if sample.quantize is None else f", by the target in {sample.quantize}"
     note(f"responses: {sample.rate:.0f} tokens/s, {sample.batch_size} at a time, {mean:.0f} tokens each{writer}")
     data = _documents(folder / "data", target, sample, (STATES - ANSWERS) * seconds)
     shapes = {name: reference(name, facts) for name in variants}
+    weights = {name: layer_weights(shape, facts) for name, shape in shapes.items()}
     # The smallest kind comes first, so that a slow target's time is not spent on a kind of many layers.
-    shapes = dict(sorted(shapes.items(), key=lambda item: _layers(item[1])))
-    with telling(note, "Computing the target's hidden states of these responses, once for all drafters"):
+    shapes = dict(sorted(shapes.items(), key=lambda item: weights[item[0]]))
+    with stage("Computing the target's hidden states of these responses, once for all drafters"):
         layers = {i for name, shape in shapes.items() for i in stored_target_layers(name, shape, target.num_layers)}
         read_rate = _read_rate(target, data, tuple(sorted(layers)), folder / "hidden_states")
     note(f"hidden states: {read_rate:.0f} tokens/s")
@@ -170,11 +180,11 @@ def measure(
     for name, shape in shapes.items():
         left = start + STEPS * seconds - time.monotonic()
         if left < max(
-            (_layers(shape) / _layers(shapes[n]) * sum(t.values()) for n, t in steps.items()), default=-math.inf
+            (weights[name] / weights[n] * sum(took.values()) for n, took in steps.items()), default=-math.inf
         ):
             note(f"{name} is left out, since the time for measuring is up; --variant {name} would take it")
             continue
-        with telling(note, f"Timing training steps of {name}"):
+        with stage(f"Timing training steps of {name}"):
             trainer = _trainer(name, shape, length, target, data, folder / "hidden_states", folder / name)
             steps[name] = _step_seconds(trainer, time.monotonic() + left / (len(shapes) - len(steps)))
             parameters[name] = sum(weight.numel() for weight in trainer.module.parameters())
@@ -183,7 +193,7 @@ def measure(
             del trainer
         times = ", ".join(f"{took:.2f} s of {rows * length} tokens" for rows, took in steps[name].items())
         note(f"{name}: training steps take {times}")
-    with telling(note, "Timing decoding steps"):
+    with stage("Timing decoding steps"):
         step_costs, plain_seconds = _step_costs(target, drafters, start + seconds)
     for name, costs in step_costs.items():
         listed = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
@@ -226,7 +236,7 @@ def _responses(
     _respond(target, ids, 1, 1, 4, usual)  # compiles and allocates
     rates, tried = dict[int, float](), dict[int, list[tuple[list[int], list[int], bool]]]()
     for size in BATCHES:
-        tried[size], rates[size] = _respond(target, ids, size, size, TRIED_TOKENS, usual)
+        tried[size], rates[size], prefill = _respond(target, ids, size, size, TRIED_TOKENS, usual)
         # Stop where larger batches are no longer faster, or where there is no time to try.
         is_slower = rates[size] < 1.05 * max([0.0, *(rate for other, rate in rates.items() if other != size)])
         if is_slower or time.monotonic() - start > seconds / 3:
@@ -237,14 +247,15 @@ def _responses(
     if load_quantized is not None and time.monotonic() - start < seconds / 2:
         with contextlib.suppress(UsageError):  # it cannot be quantized
             other = load_quantized()
-            faster, faster_rate = _respond(other, ids, batch_size, batch_size, TRIED_TOKENS, usual)
+            faster, faster_rate, faster_prefill = _respond(other, ids, batch_size, batch_size, TRIED_TOKENS, usual)
             if faster_rate > FASTER * rate:
-                target, written, rate, quantize = other, faster, faster_rate, WRITER_QUANTIZE
-    left = max(seconds - (time.monotonic() - start), 0.0)
+                target, written, rate, prefill = other, faster, faster_rate, faster_prefill
+                quantize = WRITER_QUANTIZE
     count = max(min(SAMPLED, len(ids)), batch_size)
+    left = max(seconds - (time.monotonic() - start) - count * prefill, 0.0)
     tokens = min(int(left * rate / count), ANSWER_TOKENS, max_new_tokens)
     if tokens > TRIED_TOKENS:
-        written, rate = _respond(target, ids, batch_size, count, tokens, usual)
+        written, rate, _ = _respond(target, ids, batch_size, count, tokens, usual)
     useful, looped = zip(*(before_loop(response) for _, response, _ in written), strict=True)
     # A repetitive response ends where the repetition is noticed. One that was cut here may be as long as allowed.
     full = [max_new_tokens if cut else len(response) for _, response, cut in written]
@@ -263,12 +274,12 @@ def _responses(
 
 def _respond(
     target: Target, ids: Sequence[list[int]], batch_size: int, count: int, tokens: int, usual: int
-) -> tuple[list[tuple[list[int], list[int], bool]], float]:
+) -> tuple[list[tuple[list[int], list[int], bool]], float, float]:
     """Write `count` responses.
 
     Returns:
-        Prompts, responses, and whether these were cut at `tokens` tokens; and tokens/s of responses that are cut at
-        `usual` tokens instead, of which prefill takes a smaller share.
+        Prompts, responses, and whether these were cut at `tokens` tokens; tokens/s of responses that are cut at `usual`
+        tokens instead, of which prefill takes a smaller share; and the seconds of prefill per response.
     """
     prompts = [ids[i % len(ids)] for i in range(count)]
     params = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(prompt))) for prompt in prompts]
@@ -280,7 +291,8 @@ def _respond(
     made = sum(len(completion.token_ids) for completion in completions)
     rate = more * made / (prefill + more * max(seconds - prefill, 0.0))
     written = [(completion.token_ids, completion.finish_reason == "length") for completion in completions]
-    return [(prompt, response, cut) for prompt, (response, cut) in zip(prompts, written, strict=True)], rate
+    answered = [(prompt, response, cut) for prompt, (response, cut) in zip(prompts, written, strict=True)]
+    return answered, rate, prefill / count
 
 
 def _noticed(response: list[int]) -> int:
@@ -317,11 +329,6 @@ def _read_rate(target: Target, data: TokenData, layers: tuple[int, ...], folder:
     start = time.perf_counter()
     plan_hidden_states(folder, target, data, layers, HiddenStateSettings()).write()
     return sum(data.lengths) / (time.perf_counter() - start)
-
-
-def _layers(shape: dict[str, Any]) -> int:
-    """Return the number of draft layers, to which the time of a training step is nearly proportional."""
-    return int(shape.get("layers", 1))
 
 
 def _trainer(

@@ -14,7 +14,7 @@ from blockdraft.formats import Layout, Trained
 from blockdraft.formats.architectures import find_architecture
 from blockdraft.formats.folder import blaming, open_folder, weight_files
 from blockdraft.formats.gguf import GGUFFile
-from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
+from blockdraft.formats.gguf.drafter import TOKENS_OF_TARGET, drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.formats.speculators_config import target_said
 from blockdraft.targets import Description
@@ -29,7 +29,6 @@ from blockdraft.tools.inspect.report import (
     word_of,
 )
 
-TOKENS = "tokenizer.ggml.tokens"
 HEAD_INPUT = "the input of the target's head"
 # Fields of configurations by their names in reports.
 SIZES = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "heads": "num_attention_heads"}
@@ -114,7 +113,7 @@ def gguf_report(file: GGUFFile, target: Description | None) -> Report:
         kept=file.tensors["d2t"].shape[0] if "d2t" in file.tensors else config.vocab_size,
         target_name=None,
         trained=gguf_trained(file),
-        words=file.metadata[TOKENS],
+        words=file.metadata.get(TOKENS_OF_TARGET),
     )
     return _report(files, target)
 
