@@ -54,7 +54,7 @@ class BenchSettings:
     )
     draft_vocab: DraftVocab = Field(None, description=DRAFT_VOCAB)
     prompts: Files = Field((), description=PROMPTS)
-    out: Results = Field(None, description="Folder for results.json.")
+    out: Results = Field(None, description="Folder for results.json and results.png.")
     profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         False, description="Decode once more, and show where the time of a step goes."
     )

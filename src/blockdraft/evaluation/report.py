@@ -1,4 +1,4 @@
-"""Results of a benchmark: tables in a terminal, and results.json."""
+"""Results of a benchmark: tables in a terminal, results.json and results.png."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from rich.table import Table
 
 from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
+from blockdraft.evaluation import picture
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures, Profile
 from blockdraft.evaluation.tables import SHARES, new_table, number, percent, percents
 from blockdraft.timing import PARTS
 
-RESULTS = "results.json"
+RESULTS, PICTURE = "results.json", "results.png"
 
 NOTES = (
     "tokens/s: tokens after each response's first, over wall time without prefill; median of {repeats} (slowest "
@@ -38,9 +39,16 @@ PROFILE_NOTES = (
 
 
 def write(folder: Path, results: Results) -> None:
-    """Write results.json, completely or not at all. Raise a UsageError if that is impossible."""
+    """Write results.json, and results.png where matplotlib is installed, each completely or not at all.
+
+    Raises:
+        UsageError: A file cannot be written, for instance because the disk is full.
+    """
     make_folder(folder)
+    (folder / PICTURE).unlink(missing_ok=True)
     write_file(folder / RESULTS, results.as_json().encode())
+    if (drawn := picture.draw(results)) is not None:
+        write_file(folder / PICTURE, drawn)
 
 
 def show(console: Console, results: Results) -> None:
