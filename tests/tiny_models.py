@@ -1,7 +1,7 @@
 """Tiny random models that the tests share. Their answers are nonsense, which leaves the decoding of nonsense exact."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft import drafters
 from blockdraft.data.documents import Document, tokenizer_fingerprint
@@ -27,6 +27,7 @@ from blockdraft.machine import cache_folder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -80,6 +81,19 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_coder(folder: Path, target_dir: Path, more_tokens: Sequence[str] = ()) -> Path:
+    """Write a random model with Qwen2.5-Coder's tokens for infills, and return its folder."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(FIM, special_tokens=True)
+    tokenizer.add_tokens(list(more_tokens))
+    config = AutoConfig.from_pretrained(target_dir, vocab_size=len(tokenizer))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # other weights may write a separator at once, which ends an infill
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
