@@ -308,6 +308,14 @@ def _forget_accelerator() -> None:
 
 
 @pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Provide `torch.set_num_threads`, and restore the number of threads after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, so that what it learns of costs stays there; compiled libraries are shared."""
     libraries = cache_folder() / "libraries"
