@@ -325,11 +325,11 @@ def test_impossible_schemas_are_refused(client: Any, schema: Any) -> None:
     assert answer.status_code == 400, answer.text
 
 
-def test_reasoning_has_both_names(client: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_has_both_names(client: Any, engine: Engine, set_template: Callable[[str], None]) -> None:
     tokenizer: Any = engine.target.tokenizer
     opened = tokenizer.chat_template.replace("assistant\\n", "assistant\\n<think>\\n")
     assert opened != tokenizer.chat_template
-    monkeypatch.setattr(tokenizer, "chat_template", opened)
+    set_template(opened)
     answer = client.chat(max_tokens=20)
     message = answer["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] != ""

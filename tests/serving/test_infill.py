@@ -365,15 +365,6 @@ def draft(infills: TypedInfills, before: str) -> str:
     return infills.begin("client", Infill(before, "\n")).draft
 
 
-def test_the_newest_completion_is_drafted() -> None:
-    infills = TypedInfills()
-    offer(infills, "x = ", "foo(bar)")
-    offer(infills, "x = ", "fob")
-    assert draft(infills, "x = fo") == "b"
-    offer(infills, "x = foo", "d")  # not the "(bar)" that was its draft
-    assert draft(infills, "x = foo") == "d"
-
-
 def test_a_window_that_begins_elsewhere_is_recognized_near_the_cursor_only() -> None:
     early, late = "0123456789" * 4, "abcdefghij" * 4
     near, far = "-" * (MAX_TYPED - len(late)), "-" * MAX_TYPED
@@ -384,16 +375,6 @@ def test_a_window_that_begins_elsewhere_is_recognized_near_the_cursor_only() -> 
     infills = TypedInfills()
     offer(infills, "a\nx = ", "foo" + "(" * ANCHOR)
     assert draft(infills, "x = foo") == ""  # too short to be sure
-
-
-def test_an_infill_without_text_before_it_is_independent() -> None:
-    infills = TypedInfills()
-    older = infills.begin("client", Infill("a", "\n"))
-    older.output = "bc"
-    empty = infills.begin("client", Infill("", "\n"))
-    assert not older.replaced
-    infills.begin("client", Infill("x", "\n"))
-    assert not empty.replaced
 
 
 def test_few_infills_are_kept() -> None:
