@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 GPU = torch.device("cuda:0")
 MEMORY = 2**34  # bytes, of which none are ever taken
 DATA_DEPENDENT = DataDependentOutputException, DynamicOutputShapeException
+RESULT_TYPES = dict[Any, Any]()  # of operations by their arguments, in this process
 
 
 class OnGPU(Tensor):
@@ -105,7 +106,9 @@ class PretendedGPU(TorchDispatchMode):
             return func(*args, **kwargs)
         if wanted == "meta":  # C++ makes a tensor for where it takes an OnGPU to be
             kwargs["device"], wanted = GPU, "cuda"
-        told = self._without_numbers(func, args, kwargs, name)
+        results = self._result_types(func, args, kwargs)
+        if results is None:
+            self.waits.append(name)
         inner_args, inner_kwargs = tree_map_only(OnGPU, lambda each: each.inner, (args, kwargs))
         if wanted:
             inner_kwargs["device"] = torch.device("cpu")
@@ -113,25 +116,35 @@ class PretendedGPU(TorchDispatchMode):
         self._note_copies(name, given, wanted, kwargs)
         known = {id(each.inner if isinstance(each, OnGPU) else each): each for each in given}
         found = [known.get(id(x), x if wanted == "cpu" or not isinstance(x, Tensor) else OnGPU(x)) for x in flat]
-        for mine, theirs in zip(found, told or (), strict=told is not None):
+        for mine, expected in zip(found, results or (), strict=results is not None):
             if isinstance(mine, Tensor):
-                expected = theirs.shape, theirs.dtype, theirs.device.type
                 assert (mine.shape, mine.dtype, mine.device.type) == expected, (name, mine.shape, mine.device, expected)
         return tree_unflatten(found, layout)
 
-    def _without_numbers(self, func: Any, args: Any, kwargs: Any, name: str) -> list[Any] | None:
-        """Results as a GPU would give them, None where they depend on numbers."""
+    def _result_types(self, func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+        """Return shape, dtype and device type of each result on a GPU, or None if they depend on numbers.
+
+        They are computed once for each operation and kind of arguments.
+        """
 
         def fake(each: Tensor) -> Tensor:
             return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
 
-        with self._fakes:
-            fake_args, fake_kwargs = tree_map_only(Tensor, fake, (args, kwargs))
-            try:
-                return tree_leaves(func(*fake_args, **fake_kwargs))
-            except DATA_DEPENDENT:
-                self.waits.append(name)
-                return None
+        leaves, layout = tree_flatten((args, kwargs))
+        kinds = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
+        key = func, layout, *kinds
+        if key not in RESULT_TYPES:
+            with self._fakes:
+                fake_args, fake_kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+                try:
+                    results = tree_leaves(func(*fake_args, **fake_kwargs))
+                except DATA_DEPENDENT:
+                    RESULT_TYPES[key] = None
+                else:
+                    RESULT_TYPES[key] = [
+                        (x.shape, x.dtype, x.device.type) if isinstance(x, Tensor) else None for x in results
+                    ]
+        return RESULT_TYPES[key]
 
     def _note_copies(self, name: str, given: list[Tensor], wanted: str | None, kwargs: Any) -> None:
         """Note a copy between host and GPU that is waited for."""

@@ -1,6 +1,7 @@
 """Tiny random models that the tests share. Their answers are nonsense, which leaves the decoding of nonsense exact."""
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.data.documents import Document, tokenizer_fingerprint
 from blockdraft.data.writer import DataWriter
@@ -25,6 +26,7 @@ from blockdraft.machine import cache_folder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -78,6 +80,19 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_coder(folder: Path, target_dir: Path, more_tokens: Sequence[str] = ()) -> Path:
+    """Write a random model with Qwen2.5-Coder's tokens for infills, and return its folder."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(FIM, special_tokens=True)
+    tokenizer.add_tokens(list(more_tokens))
+    config = AutoConfig.from_pretrained(target_dir, vocab_size=len(tokenizer))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # other weights may write a separator at once, which ends an infill
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -278,6 +293,14 @@ def fresh_accelerator() -> Iterator[None]:
 def _forget_accelerator() -> None:
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Provide `torch.set_num_threads`, and restore the number of threads after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """`model.generate(..., custom_generate=FOLDER, drafter=...)` gives the same tokens as without them."""
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsP
 from transformers.generation.streamers import BaseStreamer
 
 from blockdraft.compat import generate as custom
-from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 
 PAD, EOS = 95, 94
@@ -20,13 +20,16 @@ PROMPTS = torch.tensor([[PAD, PAD, 5, 17, 3, 80], [9, 8, 61, 2, 30, 31]])
 MASK = (PROMPTS != PAD).long()
 
 
-@pytest.fixture
-def decode(
-    model: PreTrainedModel, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Tensor]:
-    """`model.generate` with a new folder for each test."""
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep transformers' copies of the folder's code in a folder of the test's own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def decode(model: PreTrainedModel, drafter_dir: Path, tmp_path: Path) -> Callable[..., Tensor]:
+    """Return a function that calls `model.generate` with a new folder."""
     custom.write_custom_generate(tmp_path / "folder")
 
     def generate(inputs: Tensor = PROMPTS, of: PreTrainedModel = model, **given: Any) -> Tensor:
@@ -61,17 +64,15 @@ def test_padding_is_found_as_transformers_finds_it(model: PreTrainedModel, decod
     assert not torch.equal(decode(**given), decode(max_new_tokens=8))
 
 
-def test_loaded_models_are_reused_and_not_copied(
-    model: PreTrainedModel, decode: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+def test_a_loaded_drafter_is_reused_for_its_model_only(
+    model: PreTrainedModel, drafter_dir: Path, decode: Callable[..., Tensor], tmp_path: Path
 ) -> None:
-    loads = []
-    monkeypatch.setattr(
-        custom, "load_drafter", lambda *given, **more: loads.append(given) or load_drafter(*given, **more)
-    )
-    twin = copy.deepcopy(model)
-    first = decode(of=twin, max_new_tokens=4)
-    assert torch.equal(first, decode(of=twin, max_new_tokens=4)) and len(loads) == 1
-    assert torch.equal(first, decode(of=copy.deepcopy(twin), max_new_tokens=4)) and len(loads) == 2
+    copied, twin = shutil.copytree(drafter_dir, tmp_path / "copy"), copy.deepcopy(model)
+    first = decode(of=twin, max_new_tokens=4, drafter=str(copied))
+    shutil.rmtree(copied)
+    assert torch.equal(first, decode(of=twin, max_new_tokens=4, drafter=str(copied)))
+    with pytest.raises(UsageError, match="copy"):
+        decode(of=copy.deepcopy(twin), max_new_tokens=4, drafter=str(copied))
 
 
 def test_sampling(decode: Callable[..., Tensor]) -> None:
@@ -159,11 +160,7 @@ def test_unsupported_arguments_are_refused(decode: Callable[..., Tensor], given:
         decode(**given)
 
 
-def test_the_folders_own_drafter(
-    model: PreTrainedModel, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+def test_the_folders_own_drafter(model: PreTrainedModel, drafter_dir: Path, tmp_path: Path) -> None:
     custom.write_custom_generate(tmp_path / "own", str(drafter_dir))
     answer = model.generate(PROMPTS, custom_generate=str(tmp_path / "own"), trust_remote_code=True, max_new_tokens=5)
     assert answer.shape == (2, 11)

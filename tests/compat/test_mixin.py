@@ -84,9 +84,7 @@ def test_the_models_own_end_token_counts_unless_another_is_given(model, config, 
     ("block_size", "steps", "schedule"),
     [
         (4, 2, "cosine"),
-        pytest.param(None, 1, "linear", marks=pytest.mark.slow),
-        pytest.param(None, 3, "cosine", marks=pytest.mark.slow),
-        pytest.param(4, 4, "linear", marks=pytest.mark.slow),
+        pytest.param(None, 3, "linear", marks=pytest.mark.slow),
     ],
 )
 def test_refinement_does_not_change_the_output(model, config, good_draft_tokens, greedy, steps, schedule, block_size):

@@ -78,7 +78,7 @@ def test_sampling_follows_torchs_seed_and_not_the_drafter(model, draft, good_dra
         return output[0].tolist()
 
     assert sample(1) == sample(1)
-    assert len({tuple(sample(seed)) for seed in range(5)}) == 5
+    assert len({tuple(sample(seed)) for seed in range(3)}) == 3
     assert sample(1, top_k=1) == sample(2, top_p=1e-6) == draft.spec_generate(model, PROMPT, 20)[0].tolist()
 
 

@@ -19,7 +19,7 @@ DOCUMENTS = {0: [document(1, 2, 3)], 1: [document(4, 5), document(6, 7, 8, 9, cu
 
 
 def write(folder: Path, order: list[list[int]]) -> DataWriter:
-    """Folder with the records of `DOCUMENTS`, and record 2, which has none, written in this order."""
+    """Write the records of `DOCUMENTS`, and record 2, which has no document, in this order."""
     writer = DataWriter(folder, IDENTITY)
     writer.begin(target="somewhere")
     for records in order:

@@ -1,4 +1,4 @@
-"""Small data of a target, and their features, computed independently."""
+"""Small data of a target, and their hidden states computed by transformers."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def made(folder: Path, target: Target, seed: int = 0) -> TokenData:
 
 
 def alone(target: Target, data: TokenData, i: int) -> torch.Tensor:
-    """Features computed by transformers, whose hidden state t + 1 is the output of layer t."""
+    """Return hidden states by transformers, whose hidden state t + 1 is the output of layer t."""
     model = AutoModelForCausalLM.from_pretrained(target.path)
     states = model(data[i].tokens[None], output_hidden_states=True).hidden_states
     last = model.model.layers[2]

@@ -1,14 +1,11 @@
 """Loss masks of chats by their template: with marks, without marks, and refused."""
 
-from pathlib import Path
-
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_chat
 from blockdraft.data.chats import ChatEncoder, response_indices
 from blockdraft.data.records import Message
-from blockdraft.targets import load_target_text
 
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
 MARKED = (
@@ -17,7 +14,7 @@ MARKED = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-# As some reasoning models: thoughts are shown in the last turn only.
+# As in some reasoning models, the template shows reasoning in the last turn only.
 FORGETFUL = UNMARKED.replace(
     "{{ message['content'] + '<|im_end|>' }}{{ '\\n' }}",
     "{% if loop.last and think is not defined %}{{ '<t>' }}{% endif %}{{ message['content'] + '<|im_end|>\\n' }}",
@@ -34,20 +31,13 @@ CHAT: list[Message] = [
 END_TOKENS = frozenset({2})  # <|im_end|>
 
 
-@pytest.fixture
-def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
-    tokenizer = load_target_text(tiny_target_dir).tokenizer
-    assert tokenizer is not None
-    return tokenizer
-
-
 def encoder(tokenizer: PreTrainedTokenizerBase, template: str, template_args: str = "{}") -> ChatEncoder:
     tokenizer.chat_template = template
     return ChatEncoder(tokenizer, END_TOKENS, template_args)
 
 
 def written(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> list[str]:
-    """Text of each run of tokens in the mask."""
+    """Return the text of each run of tokens in the mask."""
     runs: list[list[int]] = [[]]
     for token, inside in zip(ids, mask, strict=True):
         if inside:

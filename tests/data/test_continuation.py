@@ -26,7 +26,7 @@ STORY = "the cat sat on the mat and then it went into the thicket to hunt for mi
 
 @pytest.fixture(scope="module")
 def base_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny target as a base model, without chat template and with a token that begins each text."""
+    """Return the tiny target as a base model: without chat template, with a BOS token."""
     folder = tmp_path_factory.mktemp("base") / "target"
     shutil.copytree(tiny_target_dir, folder)
     (folder / "chat_template.jinja").unlink()

@@ -1,4 +1,4 @@
-"""Reading of data folders: several as one, former forms, and refusals."""
+"""Reading of data folders, finished or not."""
 
 import json
 import pickle
@@ -62,7 +62,7 @@ def test_documents_are_mapped_and_not_read(tmp_path: Path) -> None:
 
 
 def test_how_much_has_come_since(tmp_path: Path) -> None:
-    """New documents since any state, finished or not, over interruptions; None for a state of other data."""
+    """Number of new documents since any state of the folder; None for a state of other data."""
     seen: dict[str, tuple[int, int]] = {}  # documents and tokens by fingerprint
 
     def look() -> None:

@@ -125,12 +125,6 @@ def test_reading_some_of_the_stored_layers(tmp_path: Path, target: Target, data:
         cached.check(target, data, (0, 1))
 
 
-@pytest.mark.slow
-def test_fingerprint_of_a_target_ignores_its_dtype(target: Target) -> None:
-    half = load_target(target.path, dtype="bfloat16", device="cpu")
-    assert target_fingerprint(half) == target_fingerprint(target)
-
-
 def test_broken_caches(tmp_path: Path, target: Target, data: TokenData) -> None:
     with pytest.raises(ValueError, match=r"hidden_states\.json does not exist"):
         read_hidden_states(tmp_path)

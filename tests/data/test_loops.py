@@ -1,4 +1,4 @@
-"""Where answers begin to loop."""
+"""Repetitive responses, and where they begin to repeat."""
 
 import random
 

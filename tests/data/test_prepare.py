@@ -75,7 +75,7 @@ def test_all_records_are_checked_first(tmp_path: Path, target: TargetText) -> No
 
 
 def test_documents_stay_with_their_record(tmp_path: Path, target: TargetText) -> None:
-    """Records may be added, mended, moved and removed; only new contents are work."""
+    """Records may be added, changed, moved and removed; only new contents are processed."""
     folder = tmp_path / "a"
     records = [{"text": "one"}, {"text": "two"}, {"text": "two"}, {"text": "three"}]
     first = prepared(folder, target, records)[0].run()

@@ -146,11 +146,11 @@ def test_json_keeps_its_types(tmp_path: Path) -> None:
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines))
     (tmp_path / "folder/train.jsonl").write_bytes(lines)
     (tmp_path / "pretty.json").write_text(json.dumps(raws, indent=2))
-    wanted = [parse_record(raw, PLAIN) for raw in raws]
+    expected = [parse_record(raw, PLAIN) for raw in raws]
     for name in ("UPPER.JSONL", "packed.jsonl.gz", "folder", "pretty.json"):
-        assert [record for _, record in read_records([str(tmp_path / name)], PLAIN)] == wanted, name
+        assert [record for _, record in read_records([str(tmp_path / name)], PLAIN)] == expected, name
     (tmp_path / "single.json").write_text(json.dumps(raws[0], indent=2))
-    assert [record for _, record in read_records([str(tmp_path / "single.json")], PLAIN)] == wanted[:1]
+    assert [record for _, record in read_records([str(tmp_path / "single.json")], PLAIN)] == expected[:1]
 
 
 def test_parquet_adds_no_nulls(tmp_path: Path) -> None:

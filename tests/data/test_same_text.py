@@ -12,7 +12,7 @@ from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.records import Chat, parse_record
 from blockdraft.data.settings import RecordSettings
 from blockdraft.serving.openai.chat import ChatRequest, template_messages, template_tools
-from blockdraft.targets import BUNDLED, load_target_text
+from blockdraft.targets import BUNDLED
 
 CALLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -45,13 +45,6 @@ CHATS: list[dict[str, Any]] = [
         "tools": [{"type": "function", "function": FUNCTION}],
     },
 ]
-
-
-@pytest.fixture
-def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
-    tokenizer = load_target_text(tiny_target_dir).tokenizer
-    assert tokenizer is not None
-    return tokenizer
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -27,7 +27,7 @@ def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """All chains that q can offer after token 0: tokens, probability, acceptance probabilities, factors, and q."""
+    """Return all chains that q draws after token 0: tokens, probability, acceptance probabilities, factors, q."""
     tokens = torch.tensor([(0, *rest) for rest in product(range(V), repeat=DRAFT_CHOICE)])
     tokens = tokens[(q[tokens[:, :-1], tokens[:, 1:]] > 0).all(1)]
     before, after = tokens[:, :-1], tokens[:, 1:]
@@ -41,7 +41,7 @@ def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor],
 
 
 def ends(acceptance_probs: Tensor) -> Tensor:
-    """Probability that the path ends at each node: its test is passed, and none after it."""
+    """Return the probability that the path ends at each node: its test passes, and none after it."""
     fails_behind = torch.cat(
         [(1 - acceptance_probs).flip(1).cumprod(1).flip(1)[:, 1:], torch.ones_like(acceptance_probs[:, :1])], 1
     )
@@ -50,11 +50,11 @@ def ends(acceptance_probs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
-    """Summed over all that can be sampled, path and bonus and plain tokens behind them have the distribution of p."""
+    """Summed over all chains, accepted path, bonus token and plain tokens after it have the distribution of p."""
     p, q = random_distributions(seed)
     tokens, sampled, (acceptance_probs, c), q_of_nodes = chains(p, q)
     end = ends(acceptance_probs)
-    found = torch.zeros((V,) * (DRAFT_CHOICE + 1), dtype=torch.float64)
+    actual = torch.zeros((V,) * (DRAFT_CHOICE + 1), dtype=torch.float64)
     for row, node in product(range(len(tokens)), range(DRAFT_CHOICE + 1)):
         if end[row, node] < 1e-15:  # a residual that rounding has emptied
             continue
@@ -63,11 +63,11 @@ def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
         path = tuple(tokens[row, 1 : node + 1].tolist())
         for _ in range(DRAFT_CHOICE - node):  # plain tokens, each after the last dimension's
             dist = dist.unsqueeze(-1) * p
-        found[path] += dist
+        actual[path] += dist
     exact = p[0]
     for _ in range(DRAFT_CHOICE):
         exact = exact.unsqueeze(-1) * p
-    torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, exact, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -128,13 +128,13 @@ V, K, COUNT, ROWS = 5, 3, 9, 60
 
 
 def random_parents(generator: torch.Generator) -> list[int]:
-    """A chain, perhaps padded."""
+    """Return the parents of a chain with random padding."""
     real = int(torch.randint(3, COUNT + 1, (), generator=generator))
     return [*range(-1, real - 1), *[-1] * (COUNT - real)]
 
 
 def random_distribution(generator: torch.Generator, width: int) -> SparseDistribution:
-    """A distribution after each node over some tokens, one of which may have no mass."""
+    """Return a distribution after each node over some tokens, one of which may have no mass."""
     ids = torch.rand(COUNT, V, generator=generator).argsort(-1)[:, :width]
     probs = torch.rand(COUNT, width, generator=generator) ** 2
     probs[::3, 0] = 0
@@ -165,8 +165,8 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
         real = parents[row].index(-1, 1) if -1 in parents[row][1:] else COUNT
 
         def values(table: Tensor, row: int = row, real: int = real) -> list[float]:
-            found: list[float] = table[row][:real].tolist()
-            return found
+            actual: list[float] = table[row][:real].tolist()
+            return actual
 
         numbers = values(uniforms), values(tests)
         expected = verify_block(values(tokens), values(p), values(torch.stack(dense)), *numbers)

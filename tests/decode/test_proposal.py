@@ -8,12 +8,12 @@ from blockdraft.types import RequestDrafting
 
 
 def ancestors(parents: list[int], node: int) -> list[int]:
-    """The readable twin: the node and its ancestors."""
+    """Return the node and its ancestors, as a readable twin."""
     return [node] if parents[node] < 0 else [node, *ancestors(parents, parents[node])]
 
 
 def random_parents(count: int, seed: int) -> list[int]:
-    """A tree in random order, with padding at its end."""
+    """Return the parents of a random tree, with padding at its end."""
     generator = random.Random(seed)
     nodes = generator.randint(1, count)
     return [-1, *(generator.randrange(max(0, i - 6), i) for i in range(1, nodes)), *[-1] * (count - nodes)]
@@ -65,23 +65,25 @@ def tree() -> Proposal:
     ],
 )
 def test_one_row_is_cut_and_the_other_stays(bound: RequestDrafting | None, kept: list[int], parents: list[int]) -> None:
-    found = cut(tree(), [bound, None])
+    actual = cut(tree(), [bound, None])
     count = max(len(kept), 4)
-    assert found.tokens[0, : len(kept)].tolist() == kept
-    assert found.parent_lists[0] == [*parents, *[-1] * (count - len(kept))]
-    assert found.tokens[1, :4].tolist() == [6, 7, 8, 9]
-    assert found.parent_lists[1] == [-1, 0, 1, 2] + [-1] * (count - 4)
-    assert found.expected == (1.0, 2.0)
+    assert actual.tokens[0, : len(kept)].tolist() == kept
+    assert actual.parent_lists[0] == [*parents, *[-1] * (count - len(kept))]
+    assert actual.tokens[1, :4].tolist() == [6, 7, 8, 9]
+    assert actual.parent_lists[1] == [-1, 0, 1, 2] + [-1] * (count - 4)
+    assert actual.expected == (1.0, 2.0)
 
 
 def test_sampled_chains_keep_the_distributions_of_what_stays() -> None:
     dists = tuple(SparseDistribution(torch.arange(4).expand(4, 4), torch.rand(4, 4)) for _ in range(2))
     tokens = torch.arange(12).view(3, 4)
     sampled = Proposal(tokens, chain(tokens).parents, (*dists, None))
-    found = cut(sampled, [RequestDrafting(block_size=3), RequestDrafting(enabled=False), RequestDrafting(block_size=2)])
-    assert found.parent_lists == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
-    assert found.q is not None and found.q[1:] == (None, None)  # without draft tokens there is no distribution
-    assert found.q[0] is not None and torch.equal(found.q[0].probs, dists[0].probs[:3])
+    actual = cut(
+        sampled, [RequestDrafting(block_size=3), RequestDrafting(enabled=False), RequestDrafting(block_size=2)]
+    )
+    assert actual.parent_lists == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
+    assert actual.q is not None and actual.q[1:] == (None, None)  # without draft tokens there is no distribution
+    assert actual.q[0] is not None and torch.equal(actual.q[0].probs, dists[0].probs[:3])
     none = cut(sampled, [RequestDrafting(enabled=False)] * 3)
     assert none.q is None and none.tokens.tolist() == [[0], [4], [8]]
 
@@ -91,6 +93,6 @@ def test_chosen_draft_tokens_beside_a_sampled_chain_get_none_of_its_distribution
         torch.arange(4).expand(3, 4), torch.rand(3, 4)
     )  # of the anchor and two sampled draft tokens
     beside = Proposal(torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 1, 0, 3]]), (dist,))
-    found = cut(beside, [RequestDrafting(block_size=2)])
-    assert (found.tokens.tolist(), found.parent_lists) == ([[0, 1, 3]], [[-1, 0, 0]])
-    assert found.q is not None and found.q[0] is not None and torch.equal(found.q[0].probs, dist.probs[:2])
+    actual = cut(beside, [RequestDrafting(block_size=2)])
+    assert (actual.tokens.tolist(), actual.parent_lists) == ([[0, 1, 3]], [[-1, 0, 0]])
+    assert actual.q is not None and actual.q[0] is not None and torch.equal(actual.q[0].probs, dist.probs[:2])

@@ -41,8 +41,8 @@ def test_fresh_numbers_belong_to_a_step() -> None:
 def test_best_tokens_are_the_first_of_the_highest(dtype: torch.dtype) -> None:
     logits = torch.randint(-3, 4, (2, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = [[row.tolist().index(max(row.tolist())) for row in rows] for rows in logits]
-    found = best_tokens(logits)
-    assert found.dtype == torch.int64 and found.tolist() == expected
+    actual = best_tokens(logits)
+    assert actual.dtype == torch.int64 and actual.tolist() == expected
     logits[1, 2, 4] = torch.nan
     assert best_tokens(logits)[1, 2] == 4
     assert best_tokens(logits[0, 0]).tolist() == expected[0][0]

@@ -54,8 +54,8 @@ def best_expected_length(log_probs: Tensor, budget: int) -> float:
 def test_no_tree_has_a_larger_expected_length(depth: int, vocabulary: int, budget: int) -> None:
     for seed in range(3):
         log_probs = dists(depth, vocabulary, seed)
-        found = sum(path_probs(build(log_probs, budget), log_probs))
-        assert found == pytest.approx(best_expected_length(log_probs, budget))
+        actual = sum(path_probs(build(log_probs, budget), log_probs))
+        assert actual == pytest.approx(best_expected_length(log_probs, budget))
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
@@ -137,14 +137,14 @@ def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spre
     log_probs = dists(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
     seconds = [1 + cost * draft_tokens for draft_tokens in range(301)]
     expected = build(log_probs, 300, seconds)
-    found = best_tree(ANCHOR.expand(2), log_probs, 300, seconds)
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.parents, expected.parents)
+    actual = best_tree(ANCHOR.expand(2), log_probs, 300, seconds)
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert torch.equal(actual.parents, expected.parents)
 
 
 def test_a_best_tree_keeps_to_its_budget_where_more_would_pay() -> None:
-    found = best_tree(ANCHOR, dists(6, 20, seed=7, spread=0.5), 50, [1.0] * 500)
-    assert found.tokens.shape == (1, 51)
+    actual = best_tree(ANCHOR, dists(6, 20, seed=7, spread=0.5), 50, [1.0] * 500)
+    assert actual.tokens.shape == (1, 51)
 
 
 def test_a_larger_tree_is_not_grown_where_a_quarter_of_a_small_one_does_not_pay() -> None:
@@ -186,9 +186,9 @@ def test_a_lattice_tree_holds_the_best_paths(budget: int) -> None:
 def test_a_lattice_whose_steps_do_not_depend_on_each_other_is_a_plain_tree() -> None:
     log_probs = dists(5, 6, seed=8, batch=2)
     ids = torch.arange(6).expand(2, 5, 6)
-    found = lattice_tree(ANCHOR.expand(2), log_probs[:, :, None].expand(-1, -1, 6, -1), ids, 50)
+    actual = lattice_tree(ANCHOR.expand(2), log_probs[:, :, None].expand(-1, -1, 6, -1), ids, 50)
     expected = build(log_probs, 50)
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
+    assert torch.equal(actual.tokens, expected.tokens) and torch.equal(actual.parents, expected.parents)
 
 
 @pytest.mark.parametrize("cost", [1e-5, 0.003, 0.03, 10.0])
@@ -242,11 +242,11 @@ def test_of_grown_draft_tokens_the_likeliest_are_taken_with_their_parents(budget
     proposal = best_of(torch.tensor([7, 8]), log_probs, parents, tokens, budget)
     for row, count in enumerate((min(budget, 39), min(budget, 3))):
         kept = log_probs[row].where(~log_probs[row].isnan(), -torch.inf).topk(count).indices.tolist()
-        found, before = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
-        assert found[: 1 + count] == [7 + row, *(100 + draft_token for draft_token in kept)]
+        actual, before = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
+        assert actual[: 1 + count] == [7 + row, *(100 + draft_token for draft_token in kept)]
         for node in range(1, 1 + count):
-            parent = int(parents[row, found[node] - 100])
-            assert found[before[node]] == (100 + parent if parent >= 0 else 7 + row)
+            parent = int(parents[row, actual[node] - 100])
+            assert actual[before[node]] == (100 + parent if parent >= 0 else 7 + row)
         assert before[1 + count :] == [-1] * (len(before) - 1 - count)
 
 

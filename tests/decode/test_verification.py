@@ -33,7 +33,7 @@ Drafter = Callable[[Tensor, Tensor, Tensor], Proposal]
 
 
 def before(earlier: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
-    """The token before each node; `earlier` is that before the anchor."""
+    """Return the token before each node; `earlier` is the one before the anchor."""
     return torch.where(parents >= 0, tokens.gather(1, parents.clamp(min=0)), earlier[:, None])
 
 
@@ -94,22 +94,22 @@ def only_the_likeliest(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Prop
 
 
 def decode(drafter: Drafter, params: SamplingParams, judge: Judge = verify) -> list[list[int]]:
-    """The first tokens of many rows after the prompt [0, 0], over as many steps as are needed."""
+    """Decode the first tokens of many sequences after the prompt [0, 0]."""
     generator = torch.Generator().manual_seed(1)
     numbers = torch.rand(ROWS, 3 * LENGTH, generator=generator, dtype=torch.float64)  # number i decides token i
     outputs: list[list[int]] = [[] for _ in range(ROWS)]
     while going := [row for row in range(ROWS) if len(outputs[row]) < LENGTH]:
-        said = [outputs[row] for row in going]
-        earlier, anchor = torch.tensor([[0, 0, *output][-2:] for output in said]).unbind(1)
+        generated = [outputs[row] for row in going]
+        earlier, anchor = torch.tensor([[0, 0, *output][-2:] for output in generated]).unbind(1)
         draws, tests = torch.rand(2, len(going), 8, generator=generator, dtype=torch.float64)
         proposal = drafter(earlier, anchor, draws)
         tokens, parents = proposal.tokens, proposal.parents
         logits = TARGET[before(earlier, tokens, parents), tokens]
-        distributions = Distributions(logits, [params] * len(going), tokens, parents, [[0, 0]] * len(going), said)
-        done = torch.tensor([[len(output)] for output in said])
+        distributions = Distributions(logits, [params] * len(going), tokens, parents, [[0, 0]] * len(going), generated)
+        done = torch.tensor([[len(output)] for output in generated])
         uniforms = numbers[going].gather(1, done + depths(parents))
         verdict = judge(proposal, distributions, uniforms, draws if judge is reused_numbers else tests)
-        for output, ids, path, bonus in zip(said, tokens.tolist(), verdict.path, verdict.bonus, strict=True):
+        for output, ids, path, bonus in zip(generated, tokens.tolist(), verdict.path, verdict.bonus, strict=True):
             output += [ids[node] for node in path[1:]] + [bonus]
     return [output[:LENGTH] for output in outputs]
 
@@ -121,8 +121,8 @@ def exact_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
         text, dist[output] = (0, 0, *output), 1.0
         for i, token in enumerate(output):
             logits = TARGET[text[i], text[i + 1]].clone()
-            for said in set(output[:i]):
-                logits[said] -= params.presence_penalty
+            for generated in set(output[:i]):
+                logits[generated] -= params.presence_penalty
             dist[output] *= float(probabilities(logits.view(1, 1, -1), [params])[0, 0, token])
     return dist
 
@@ -130,12 +130,12 @@ def exact_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
 def surprise(outputs: list[list[int]], params: SamplingParams) -> float:
     """Chi-square of the outputs against the exact distribution, in standard deviations from what noise alone would
     give."""
-    found, dist = Counter(map(tuple, outputs)), exact_distribution(params)
-    if any(dist[output] == 0 for output in found):
+    actual, dist = Counter(map(tuple, outputs)), exact_distribution(params)
+    if any(dist[output] == 0 for output in actual):
         return math.inf
     possible = [output for output in dist if dist[output] > 0]
     expected = {output: dist[output] * len(outputs) for output in possible}
-    chi_square = sum((found[output] - expected[output]) ** 2 / expected[output] for output in possible)
+    chi_square = sum((actual[output] - expected[output]) ** 2 / expected[output] for output in possible)
     freedom = len(possible) - 1
     return (chi_square - freedom) / math.sqrt(2 * freedom)
 
@@ -173,7 +173,7 @@ def test_greedy_output_is_the_argmax_whatever_was_drafted() -> None:
     assert outputs == {output for output, share in exact_distribution(SamplingParams()).items() if share == 1}
 
 
-# Broken on purpose.
+# Rules that are broken on purpose.
 
 
 def accept_everything(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
@@ -219,7 +219,7 @@ def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
 def block_with_ratios(
     p: Tensor, q: Tensor, draft_token_p: Tensor, draft_token_q: Tensor, tests: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Takes the last draft token whose test is below the ratio r instead of the chance h."""
+    """Accept up to the last draft token whose test is below the ratio r, instead of the probability h."""
     _, c = block_verification.block_acceptance_probs(p, q, draft_token_p, draft_token_q)
     last = torch.where(tests < 1 / c, torch.arange(tests.size(1)), 0).amax(1)
     return last, c.gather(1, last[:, None])[:, 0]
@@ -228,7 +228,7 @@ def block_with_ratios(
 def block_up_to_first_rejection(
     p: Tensor, q: Tensor, draft_token_p: Tensor, draft_token_q: Tensor, tests: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tests the draft tokens one by one as plain rejection sampling does, then draws from the residual of the block."""
+    """Test draft tokens one by one as in plain rejection sampling, then draw from the block's residual."""
     _, c = block_verification.block_acceptance_probs(p, q, draft_token_p, draft_token_q)
     accepted = tests * draft_token_q < draft_token_p
     accepted[:, 0] = True
@@ -262,7 +262,7 @@ def test_broken_rules_are_caught(drafter: Drafter, judge: Judge) -> None:
 
 
 def distributions_of(probs: Tensor, proposal: Proposal) -> Distributions:
-    """Distributions that are these probabilities `[B, N, V]`."""
+    """Return distributions with these probabilities `[B, N, V]`."""
     nothing: list[list[int]] = [[]] * len(probs)
     return Distributions(probs.log(), [WARM] * len(probs), proposal.tokens, proposal.parents, nothing, nothing)
 

@@ -77,7 +77,7 @@ def test_parse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         (nested(conv_kernel_size=None), "conv_kernel_size must be .*is absent"),
         (nested(conv_kernel_size=0), "conv_kernel_size must be .*got 0"),
@@ -90,8 +90,8 @@ def test_parse() -> None:
         ({**RAW, "architectures": ["DFlashDraftModel"]}, "conv_kernel_size must be absent.*, got 3"),
     ],
 )
-def test_parse_refuses(raw: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_parse_refuses(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_config(raw)
 
 
@@ -115,29 +115,17 @@ def test_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert all(torch.equal(read_tensors[name], tensors[name]) for name in tensors)
 
 
-def test_tensor_shapes() -> None:
-    five = replace(CONFIG, num_hidden_layers=5, layers=CONFIG.layers[:1] * 5)
-    assert len(tensor_shapes(five)) == 81
-    v1 = tensor_shapes(DraftConfig(**{k: v for k, v in vars(CONFIG).items() if not k.startswith(("conv", "selector"))}))
-    extra = {name: shape for name, shape in tensor_shapes(CONFIG).items() if name not in v1}
-    assert v1.items() <= tensor_shapes(CONFIG).items() and len(extra) == 2 * 4 + 3
-    assert extra["layers.1.mlp_conv.base_kernel"] == (2, 3, 16)
-    assert extra["layers.0.attention_conv.kernel_projection.weight"] == (2 * 3 * 4, 16)
-    assert extra["candidate_selector.hidden_projection.weight"] == (5, 16)
-    assert extra["candidate_selector.successor_codebook"] == (64, 5)
-
-
 def test_other_writers_tensors_are_mapped(tmp_path: Path) -> None:
     tensors = make_tensors()
     renamed = {name + ".weight" if name.endswith("_codebook") else name: tensor for name, tensor in tensors.items()}
-    _, found = read_checkpoint(put(tmp_path / "embeddings", renamed))
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    _, actual = read_checkpoint(put(tmp_path / "embeddings", renamed))
+    assert actual.keys() == tensors.keys() and all(torch.equal(actual[name], tensors[name]) for name in tensors)
 
     kernels = [name for name in tensors if name.endswith("base_kernel")]
-    _, found = read_checkpoint(put(tmp_path / "flat", {**tensors, **{k: tensors[k].flatten(0, 1) for k in kernels}}))
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-    _, found = read_checkpoint(put(tmp_path / "shared", {**tensors, **{k: tensors[k][0] for k in kernels}}))
-    assert all(torch.equal(found[name], tensors[name][:1].expand(2, -1, -1)) for name in kernels)
+    _, actual = read_checkpoint(put(tmp_path / "flat", {**tensors, **{k: tensors[k].flatten(0, 1) for k in kernels}}))
+    assert all(torch.equal(actual[name], tensors[name]) for name in tensors)
+    _, actual = read_checkpoint(put(tmp_path / "shared", {**tensors, **{k: tensors[k][0] for k in kernels}}))
+    assert all(torch.equal(actual[name], tensors[name][:1].expand(2, -1, -1)) for name in kernels)
 
 
 def test_what_is_missing_or_left_over_is_refused(tmp_path: Path) -> None:

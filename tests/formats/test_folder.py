@@ -39,11 +39,11 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_maps_of_the_vocabulary_may_be_integers() -> None:
-    found = {"fc.weight": torch.zeros(2), "d2t": torch.zeros(3, dtype=torch.int64), "t2d": torch.zeros(5).bool()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    check_tensors(shapes, found)
+    actual = {"fc.weight": torch.zeros(2), "d2t": torch.zeros(3, dtype=torch.int64), "t2d": torch.zeros(5).bool()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in actual.items()}
+    check_tensors(shapes, actual)
     with pytest.raises(UsageError, match="x is of type I64, and 1 other tensors are of such a type too; weights"):
-        check_tensors(shapes, {"x": found["d2t"], "y": found["d2t"], **found})
+        check_tensors(shapes, {"x": actual["d2t"], "y": actual["d2t"], **actual})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf_writer import random_blocks
+from gguf_writer import finish, random_blocks
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFTensor, bytes_held, open_gguf, read_header
@@ -21,7 +21,7 @@ FEW = [kind for kind in READERS if kind not in FLOATS]
 
 
 def raw_matrix(kind: str, seed: int = 0) -> np.ndarray:
-    """A matrix `[ROWS, INPUTS]` as the bytes that a file has."""
+    """Return the bytes of a matrix `[ROWS, INPUTS]`."""
     if kind in FEW:
         return random_blocks(kind, (ROWS, INPUTS), seed)
     numbers = np.random.default_rng(seed).normal(size=(ROWS, INPUTS)).astype(np.float32)
@@ -29,8 +29,8 @@ def raw_matrix(kind: str, seed: int = 0) -> np.ndarray:
 
 
 def write(path: Path, kinds: dict[str, str], parts: int = 0) -> dict[str, torch.Tensor]:
-    """A file of matrices of these types by name; returns the numbers that the package finds in it."""
-    writer, found = gguf.GGUFWriter(path, "llama", split_max_tensors=parts), {}
+    """Write matrices of these types by name, and return the numbers that the gguf package reads."""
+    writer, actual = gguf.GGUFWriter(path, "llama", split_max_tensors=parts), {}
     writer.add_float32("llama.eps", 1e-6)
     writer.add_array("words", ["a", "", "ü"])
     writer.add_array("numbers", [1.5, -2.0])
@@ -39,26 +39,23 @@ def write(path: Path, kinds: dict[str, str], parts: int = 0) -> dict[str, torch.
     for seed, (name, kind) in enumerate(kinds.items()):
         raw = raw_matrix(kind, seed)
         writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[kind])
-        found[name] = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return found
+        actual[name] = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]))
+    finish(writer)
+    return actual
 
 
 def numbers_of(tensor: GGUFTensor) -> torch.Tensor:
-    found = tensor.read()
-    return found.dequantize() if isinstance(found, QuantizedWeight) else found.float()
+    actual = tensor.read()
+    return actual.dequantize() if isinstance(actual, QuantizedWeight) else actual.float()
 
 
 @pytest.mark.parametrize("kind", sorted(READERS))
 def test_numbers_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
     """Bit for bit, in float32."""
-    wanted = write(tmp_path / "a.gguf", {"first": "F32", "x": kind})
+    expected = write(tmp_path / "a.gguf", {"first": "F32", "x": kind})
     tensor = open_gguf(tmp_path / "a.gguf").tensors["x"]
     assert (tensor.kind, tensor.shape) == (kind, (ROWS, INPUTS))
-    assert torch.equal(numbers_of(tensor), wanted["x"])
+    assert torch.equal(numbers_of(tensor), expected["x"])
 
 
 # Bits, group, dtype of scales (int8: nested ones), whether there is an offset, lowest and highest code.
@@ -92,7 +89,7 @@ LAYOUTS = {
 @pytest.mark.skipif(not SMAPS.is_file(), reason="this system does not tell what is in memory")
 @pytest.mark.parametrize("channels", [None, torch.tensor([3, 1])])
 def test_what_was_read_leaves_memory(channels: torch.Tensor | None, tmp_path: Path) -> None:
-    """Of the file, what lies beside it included, which the system reads at the same time."""
+    """Pages around the tensor leave memory too; the system reads them at the same time."""
     path = tmp_path / "a.gguf"
     write(path, {f"x{number}": "F32" for number in range(40)})
     file = open_gguf(path)
@@ -128,44 +125,41 @@ def test_all_types_of_the_package_are_read() -> None:
 
 @pytest.mark.parametrize("kinds", [FEW, [kind for kind in FEW if LAYOUTS[kind][0] == 4]])
 def test_kinds_joined_keep_their_numbers(kinds: list[str], tmp_path: Path) -> None:
-    wanted = write(tmp_path / "a.gguf", {kind: kind for kind in kinds})
+    expected = write(tmp_path / "a.gguf", {kind: kind for kind in kinds})
     tensors = open_gguf(tmp_path / "a.gguf").tensors
     both = concatenate_weights(
         [weight for kind in kinds if isinstance(weight := tensors[kind].read(), QuantizedWeight)]
     )
-    assert torch.equal(both.dequantize(), torch.cat([wanted[kind] for kind in kinds]))
+    assert torch.equal(both.dequantize(), torch.cat([expected[kind] for kind in kinds]))
 
 
 def test_metadata(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", {"x": "F32"})
-    found = open_gguf(tmp_path / "a.gguf").metadata
-    assert found["general.architecture"] == "llama" and found["llama.eps"] == 1e-6 and found["far"] == -(2**40)
-    assert (found["words"], found["numbers"], found["flags"]) == (["a", "", "ü"], [1.5, -2.0], [True, False])
+    actual = open_gguf(tmp_path / "a.gguf").metadata
+    assert actual["general.architecture"] == "llama" and actual["llama.eps"] == 1e-6 and actual["far"] == -(2**40)
+    assert (actual["words"], actual["numbers"], actual["flags"]) == (["a", "", "ü"], [1.5, -2.0], [True, False])
 
 
 def test_alignment(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_custom_alignment(256)
-    wanted = {name: np.full((1, 3), value, np.float32) for name, value in (("a", 1.0), ("b", 2.0))}
-    for name, values in wanted.items():
+    expected = {name: np.full((1, 3), value, np.float32) for name, value in (("a", 1.0), ("b", 2.0))}
+    for name, values in expected.items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    found = open_gguf(tmp_path / "a.gguf").tensors
-    assert all(numbers_of(found[name]).tolist() == values.tolist() for name, values in wanted.items())
+    finish(writer)
+    actual = open_gguf(tmp_path / "a.gguf").tensors
+    assert all(numbers_of(actual[name]).tolist() == values.tolist() for name, values in expected.items())
 
 
 def test_parts(tmp_path: Path) -> None:
     kinds = dict(zip("abcde", (*FEW[-4:], "F16"), strict=True))
-    wanted = write(tmp_path / "m.gguf", kinds, parts=2)
+    expected = write(tmp_path / "m.gguf", kinds, parts=2)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     for name in names:
         file = open_gguf(tmp_path / name)
         assert file.path.name == names[0] and file.metadata["llama.eps"] == 1e-6
-        assert all(torch.equal(numbers_of(file.tensors[key]), wanted[key]) for key in kinds)
+        assert all(torch.equal(numbers_of(file.tensors[key]), expected[key]) for key in kinds)
     (tmp_path / names[1]).rename(tmp_path / "else.gguf")
     for path in (tmp_path / names[0], tmp_path / names[2]):
         with pytest.raises(UsageError, match=f"one of 3 parts, and {names[1]} are not beside it"):
@@ -186,7 +180,7 @@ def test_broken_files(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(UsageError, match=r"a\.gguf is corrupt or cut short"):
             read_header(path)
-    for content, said in (
+    for content, message in (
         (b"", "is no GGUF file: it begins with b''"),
         (b"PK\3\4" + whole[4:], r"it begins with b'PK\\x03\\x04' instead of b'GGUF'"),
         (b"GGUF\1\0\0\0" + whole[8:], "is GGUF of version 1; use a file of version 3"),
@@ -194,7 +188,7 @@ def test_broken_files(tmp_path: Path) -> None:
         (b"GGUF" + b"\0\0\0\3" + whole[8:], "is big-endian; make it little-endian with"),
     ):
         path.write_bytes(content)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             read_header(path)
     with pytest.raises(UsageError, match="There is no file"):
         open_gguf(tmp_path / "absent.gguf")
@@ -205,7 +199,7 @@ LARGEST = 2**64 - 1
 
 
 def header(*pairs: tuple[str, bytes], tensors: bytes = b"", count: int = 1) -> bytes:
-    """Of a file with these keys and values, the latter with their types, and `count` tensors or none."""
+    """Return the header of a file with these keys, typed values, and `count` tensors."""
     begin = b"GGUF" + struct.pack("<IQQ", 3, count if tensors else 0, len(pairs))
     return begin + b"".join(text(key) + value for key, value in pairs) + tensors + bytes(64)
 
@@ -215,12 +209,12 @@ def text(words: str) -> bytes:
 
 
 def tensor_at(name: str, offset: int) -> bytes:
-    """Of a header: a vector of 8 numbers in float32."""
+    """Return the header entry of a vector of 8 numbers in float32."""
     return text(name) + struct.pack("<IQIQ", 1, 8, 0, offset)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (header(("general.alignment", struct.pack("<II", UINT32, 0))), "tensors are aligned by 0"),
         (header(("general.alignment", struct.pack("<IQ", 8, 0))), "tensors are aligned by "),
@@ -234,17 +228,15 @@ def tensor_at(name: str, offset: int) -> bytes:
         (header(("split.count", struct.pack("<I", 8) + text("x"))), "is one of x parts"),
     ],
 )
-def test_headers_that_lie(content: bytes, said: str, tmp_path: Path) -> None:
+def test_headers_that_lie(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         open_gguf(tmp_path / "a.gguf")
 
 
 def test_the_package_writes_big_endian_as_we_think(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(UsageError, match="is big-endian"):
         open_gguf(tmp_path / "a.gguf")
 
@@ -253,10 +245,7 @@ def test_types_that_are_not_read_are_still_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_tensor("x", np.ones((2, 40), np.uint8), raw_dtype=GGMLQuantizationType.Q8_1)
     writer.add_tensor("y", np.ones((2, 3), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tensors = open_gguf(tmp_path / "a.gguf").tensors
     assert (tensors["x"].kind, tensors["x"].shape) == ("Q8_1", (2, 32))
     assert numbers_of(tensors["y"]).tolist() == [[1.0] * 3] * 2

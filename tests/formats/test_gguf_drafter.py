@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Make:
-    """Drafter by the name of its fixture."""
+    """Return a function that reads the drafter of a fixture, with changes of its configuration."""
 
     def read(name: str, **differences: Any) -> Checkpoint:
         config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
@@ -57,15 +57,15 @@ def write(path: Path, drafter: Checkpoint, weights: Any = "f32") -> Path:
 @pytest.mark.parametrize("name", KINDS)
 def test_there_and_back(name: str, variant: str, make: Make, tmp_path: Path) -> None:
     drafter = make(name, **VARIANTS[variant])
-    found = read_drafter(write(tmp_path / "d.gguf", drafter), None, 3)
-    assert found.config == drafter.config and found.trained == drafter.trained and found.borrowed is None
-    assert found.tensors.keys() == drafter.tensors.keys()
-    assert all(torch.equal(found.tensors[name], drafter.tensors[name]) for name in found.tensors)
+    actual = read_drafter(write(tmp_path / "d.gguf", drafter), None, 3)
+    assert actual.config == drafter.config and actual.trained == drafter.trained and actual.borrowed is None
+    assert actual.tensors.keys() == drafter.tensors.keys()
+    assert all(torch.equal(actual.tensors[name], drafter.tensors[name]) for name in actual.tensors)
 
 
 @pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
 def test_part_of_the_vocabulary(name: str, make: Make, tmp_path: Path) -> None:
-    """`d2t` holds the target's own ids, and rows of tokens that are left out are not there."""
+    """`d2t` holds token ids of the target; rows of left-out tokens are not stored."""
     drafter, kept = make(name), torch.arange(1, 200, 3)
     size, hidden = drafter.config.vocab_size, drafter.config.hidden_size
     rows = {
@@ -75,16 +75,18 @@ def test_part_of_the_vocabulary(name: str, make: Make, tmp_path: Path) -> None:
     head = torch.randn(len(kept), hidden, generator=torch.Generator().manual_seed(1))
     path = write(tmp_path / "d.gguf", replace(drafter, tensors=tensors, borrowed=Borrowed(None, head, kept)))
     assert torch.equal(open_gguf(path).tensors["d2t"].read(), kept)  # type: ignore[arg-type]
-    found = read_drafter(path, None, 3)
-    assert found.borrowed is not None and found.borrowed.kept is not None and found.borrowed.head is not None
-    assert torch.equal(found.borrowed.kept, kept) and torch.equal(found.borrowed.head, head)
-    assert all(torch.equal(found.tensors[key], tensors[key]) for key in tensors)
+    actual = read_drafter(path, None, 3)
+    assert actual.borrowed is not None and actual.borrowed.kept is not None and actual.borrowed.head is not None
+    assert torch.equal(actual.borrowed.kept, kept) and torch.equal(actual.borrowed.head, head)
+    assert all(torch.equal(actual.tensors[key], tensors[key]) for key in tensors)
 
 
-def test_what_llama_cpp_is_reported(make: Make, tmp_path: Path) -> None:
+def test_metadata_for_llama_cpp(make: Make, tmp_path: Path) -> None:
     file = open_gguf(write(tmp_path / "d.gguf", make(KINDS[0], layers=(NEAR, FAR))))
-    told = {key: value for key, value in file.metadata.items() if key.startswith(("dflash.", "general.architecture"))}
-    assert told == {
+    metadata = {
+        key: value for key, value in file.metadata.items() if key.startswith(("dflash.", "general.architecture"))
+    }
+    assert metadata == {
         "general.architecture": "dflash",
         "dflash.block_count": 2,
         "dflash.context_length": 256,
@@ -109,7 +111,7 @@ def test_what_llama_cpp_is_reported(make: Make, tmp_path: Path) -> None:
     assert set(file.tensors) == own | {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
 
 
-def test_what_llama_cpp_is_reported_of_the_others(make: Make, tmp_path: Path) -> None:
+def test_tensors_of_dflash2_and_dspark(make: Make, tmp_path: Path) -> None:
     first = set(open_gguf(write(tmp_path / "v1.gguf", make(KINDS[0]))).tensors)
     second = open_gguf(write(tmp_path / "d.gguf", make(KINDS[1])))
     own = {

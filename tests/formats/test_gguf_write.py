@@ -46,9 +46,9 @@ def test_what_is_written_is_read_back(weights: GGUFWeights, tmp_path: Path) -> N
         its = "Q8_0" if weights == "q4_0" and not name.startswith("blk") else kind
         assert file.tensors[name].kind == its
         rounded = gguf.quantize(matrix.float().numpy(), GGMLQuantizationType[its])
-        found = file.tensors[name].read()
-        found = found.dequantize() if isinstance(found, QuantizedWeight) else found.float()
-        np.testing.assert_array_equal(found.numpy(), gguf.dequantize(rounded, GGMLQuantizationType[its]))
+        actual = file.tensors[name].read()
+        actual = actual.dequantize() if isinstance(actual, QuantizedWeight) else actual.float()
+        np.testing.assert_array_equal(actual.numpy(), gguf.dequantize(rounded, GGMLQuantizationType[its]))
     for name, tensor in others.items():
         assert file.tensors[name].kind == "F32" and torch.equal(file.tensors[name].read(), tensor)  # type: ignore[arg-type]
     assert torch.equal(file.tensors["ids"].read(), ids)  # type: ignore[arg-type]

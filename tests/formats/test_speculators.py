@@ -46,7 +46,7 @@ def write(path: Path, config: DraftConfig = CONFIG, kept: Tensor | None = None) 
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """The config.json of `CONFIG` with keys set, or taken out where the value is None; `layers` does so inside."""
+    """Return the config.json of `CONFIG` with changed keys, None to remove; `layers` changes nested ones."""
     raw = config_dict(CONFIG, "some/target", ["Qwen3ForCausalLM"], 64)
     layers = {**raw["transformer_layer_config"], **changes.pop("layers", {})}
     raw = {**raw, "transformer_layer_config": {k: v for k, v in layers.items() if v is not None}, **changes}
@@ -68,8 +68,8 @@ WRITTEN = [
 @pytest.mark.parametrize("config", WRITTEN)
 def test_round_trip(tmp_path: Path, config: DraftConfig) -> None:
     write(tmp_path / "draft", config)
-    found, tensors, own = read_checkpoint(tmp_path / "draft", 8)
-    assert found == config
+    actual, tensors, own = read_checkpoint(tmp_path / "draft", 8)
+    assert actual == config
     expected = tensors_of(config)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
@@ -85,8 +85,8 @@ def test_a_reduced_vocabulary_is_stored_as_offsets(tmp_path: Path, config: Draft
     assert stored["d2t"].dtype == torch.int64 and stored["d2t"].tolist() == [0, 2, 2, 6, 58]
     assert stored["t2d"].dtype == torch.bool and stored["t2d"].nonzero().flatten().tolist() == KEPT.tolist()
     assert torch.equal(stored["lm_head.weight"], stored["embed_tokens.weight"][stored["t2d"]])
-    found, tensors, own = read_checkpoint(tmp_path / "draft", 8)
-    assert found == config and own.kept is not None and own.kept.tolist() == KEPT.tolist()
+    actual, tensors, own = read_checkpoint(tmp_path / "draft", 8)
+    assert actual == config and own.kept is not None and own.kept.tolist() == KEPT.tolist()
     assert own.head is not None and own.head.shape == (5, 16)
     if config is SPARK:  # scores of successors that cannot be drafted are not stored
         expected = tensors_of(config)["markov_head.markov_w2.weight"]
@@ -138,7 +138,7 @@ def test_what_equals_the_defaults_of_transformers_may_be_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         (changed(speculators_model_type="mtp"), r"speculators_model_type must be one of \['dflash'.*, got 'mtp'"),
         (changed(sample_from_anchor=True), "sample_from_anchor must be False.*, got True; another convention"),
@@ -159,13 +159,13 @@ def test_what_equals_the_defaults_of_transformers_may_be_absent() -> None:
         (changed(quantization_config={"bits": 4}), "quantization_config"),
     ],
 )
-def test_parse_refuses(raw: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_parse_refuses(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_config(raw, 8)
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         (replace(CONFIG, target_layers=(1, 7)), "a target layer must be below the last target layer, 7.*, got 7"),
         (replace(CONFIG, layers=(LayerAttention(True, None), FULL)), "bidirectional where they are full"),
@@ -179,8 +179,8 @@ def test_parse_refuses(raw: dict[str, Any], told: str) -> None:
         ),
     ],
 )
-def test_write_refuses_what_the_format_cannot_say(tmp_path: Path, config: DraftConfig, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_write_refuses_what_the_format_cannot_say(tmp_path: Path, config: DraftConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         write(tmp_path / "draft", config)
     assert not list(tmp_path.iterdir())
 
@@ -196,7 +196,7 @@ def test_read_refuses_contradictory_vocabularies(tmp_path: Path) -> None:
     write(tmp_path, replace(CONFIG), KEPT)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
-    for broken, told in (
+    for broken, message in (
         ({"d2t": KEPT}, r"d2t must be offsets.*, got \[0, 3, 4, 9, 62\]"),  # ids instead of offsets
         ({"t2d": torch.zeros(64, dtype=torch.bool)}, "offsets to the tokens that t2d marks"),
         ({"t2d": None}, "t2d: expected .64,., found None"),
@@ -204,7 +204,7 @@ def test_read_refuses_contradictory_vocabularies(tmp_path: Path) -> None:
         ({"lm_head.weight": torch.zeros(64, 16)}, "lm_head.weight: expected .5, 16., found .64, 16."),
     ):
         save_file({name: t for name, t in {**stored, **broken}.items() if t is not None}, file)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read_checkpoint(tmp_path, 8)
 
 

@@ -1,4 +1,4 @@
-"""What a drafter's file says of its training."""
+"""Training information in drafter files."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from blockdraft.formats import check_fits, folder
+from blockdraft.formats import check_fits
 from blockdraft.formats.zlab import (
     config_dict,
     parse_config,
@@ -43,7 +43,7 @@ RAW: dict[str, Any] = {
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """`RAW` with keys set, or taken out where the value is None; `nested` does so in dflash_config."""
+    """Return `RAW` with changed keys, None to remove; `nested` changes those of dflash_config."""
     nested = {**RAW["dflash_config"], **changes.pop("nested", {})}
     raw = {**RAW, "dflash_config": {key: value for key, value in nested.items() if value is not None}, **changes}
     return {key: value for key, value in raw.items() if value is not None}
@@ -76,12 +76,6 @@ def put(folder: Path, raw: Any, *shards: dict[str, Tensor]) -> Path:
 )
 def test_default_target_layers(num_target_layers: int, count: int, target_layers: tuple[int, ...]) -> None:
     assert default_target_layers(num_target_layers, count) == target_layers
-
-
-@pytest.mark.parametrize(("num_target_layers", "count"), [(0, 1), (3, 2), (36, 0), (36.0, 5)])
-def test_default_target_layers_refuses(num_target_layers: Any, count: int) -> None:
-    with pytest.raises(ValueError, match="whole number of at least"):
-        default_target_layers(num_target_layers, count)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,7 @@ def test_parse_attention(raw: dict[str, Any], layers: list[tuple[bool, int | Non
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         ([1], "JSON object"),
         (changed(architectures=None), "architectures must be .*is absent"),
@@ -238,8 +232,8 @@ def test_parse_attention(raw: dict[str, Any], layers: list[tuple[bool, int | Non
         (changed(nested={"pure_draft_prefix_len": 2}), "pure_draft_prefix_len must be .*got 2"),
     ],
 )
-def test_parse_refuses(raw: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_parse_refuses(raw: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_config(raw)
 
 
@@ -327,21 +321,6 @@ def test_config_dict_refuses_what_it_cannot_say(layers: tuple[LayerAttention, ..
         config_dict(replace(CONFIG, layers=layers))
 
 
-def test_tensor_shapes() -> None:
-    five = replace(CONFIG, num_hidden_layers=5, layers=(BIDIRECTIONAL,) * 5)
-    assert len(tensor_shapes(five)) == 58
-    assert len(tensor_shapes(replace(five, attention_bias=True))) == 78
-    shapes = tensor_shapes(replace(CONFIG, attention_bias=True))
-    assert shapes["fc.weight"] == (16, 48)
-    assert shapes["layers.1.self_attn.q_proj.weight"] == (32, 16)
-    assert shapes["layers.1.self_attn.v_proj.weight"] == (16, 16)
-    assert shapes["layers.0.self_attn.o_proj.weight"] == (16, 32)
-    assert shapes["layers.0.self_attn.o_proj.bias"] == (16,)
-    assert shapes["layers.0.self_attn.q_proj.bias"] == (32,)
-    assert shapes["layers.0.self_attn.k_norm.weight"] == (8,)
-    assert shapes["layers.0.mlp.down_proj.weight"] == (16, 24)
-
-
 def test_read_shards_prefixes_and_foreign_tensors(tmp_path: Path) -> None:
     tensors = make_tensors()
     named = {f"model.{name}".replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
@@ -350,9 +329,9 @@ def test_read_shards_prefixes_and_foreign_tensors(tmp_path: Path) -> None:
         "embed_tokens.weight": torch.zeros(64, 16),
         "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4),
     }
-    config, found = read_checkpoint(put(tmp_path / "draft", RAW, first, named, foreign))
-    assert config == CONFIG and found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    config, actual = read_checkpoint(put(tmp_path / "draft", RAW, first, named, foreign))
+    assert config == CONFIG and actual.keys() == tensors.keys()
+    assert all(torch.equal(actual[name], tensors[name]) for name in tensors)
 
 
 def test_read_refuses_a_missing_or_broken_folder(tmp_path: Path) -> None:
@@ -382,10 +361,10 @@ def test_read_refuses_truncated_weights(tmp_path: Path, length: int) -> None:
 
 def test_read_refuses_tensors_that_do_not_fit(tmp_path: Path) -> None:
     tensors = make_tensors()
-    told = (
+    message = (
         "2 tensors do not .*: norm.weight: expected .16,., found .17,.; lm_head.weight: expected None, found .64, 16."
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         put(tmp_path / "a", RAW, {**tensors, "norm.weight": torch.zeros(17), "lm_head.weight": torch.zeros(64, 16)})
         read_checkpoint(tmp_path / "a")
     del tensors["fc.weight"]
@@ -406,7 +385,7 @@ def test_write_takes_views(tmp_path: Path) -> None:
     views["fc.weight"] = tensors["fc.weight"].T.clone().T
     parameter = {"norm.weight": torch.nn.Parameter(tensors["norm.weight"])}
     write_checkpoint(tmp_path / "draft", CONFIG, {**tensors, **views, **parameter})
-    assert all(torch.equal(found, tensors[name]) for name, found in read_checkpoint(tmp_path / "draft")[1].items())
+    assert all(torch.equal(actual, tensors[name]) for name, actual in read_checkpoint(tmp_path / "draft")[1].items())
 
 
 def test_write_replaces_a_draft_model_and_nothing_else(tmp_path: Path) -> None:
@@ -433,29 +412,6 @@ def test_write_refuses_what_does_not_fit(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_failed_write_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    if there:
-        write_checkpoint(tmp_path / "draft", CONFIG, make_tensors())
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
-
-    def full_disk(tensors: Any, path: Path, **_: Any) -> None:
-        path.write_bytes(b"half")
-        raise OSError("no space left")
-
-    def stuck(self: Path, to: Path) -> Path:
-        if self.name == "new":
-            raise OSError("stuck")
-        return real_rename(self, to)
-
-    real_rename = Path.rename
-    for place, name, fake in ((folder, "save_file", full_disk), (Path, "rename", stuck)):
-        with monkeypatch.context() as patch, pytest.raises((OSError, ValueError), match="no space|stuck"):
-            patch.setattr(place, name, fake)
-            write_checkpoint(tmp_path / "draft", replace(CONFIG, block_size=8), make_tensors())
-        assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
-
-
 def test_written_files_are_as_readable_as_any(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "draft", CONFIG, make_tensors())
     (tmp_path / "any").mkdir()
@@ -472,13 +428,13 @@ def test_check_fits() -> None:
     check_fits(CONFIG, **target, max_context=128)
     with pytest.raises(ValueError, match="max_context must be at most the drafter's positions, 128.*, got 129"):
         check_fits(CONFIG, **target, max_context=129)
-    for name, told in (
+    for name, message in (
         ("hidden_size", "hidden_size"),
         ("num_layers", "num_target_layers"),
         ("vocab_size", "vocab_size"),
     ):
         ours = target[name]
-        with pytest.raises(ValueError, match=f"drafter's {told} must be the target's, {ours + 1}.*, got {ours}"):
+        with pytest.raises(ValueError, match=f"drafter's {message} must be the target's, {ours + 1}.*, got {ours}"):
             check_fits(CONFIG, **{**target, name: ours + 1})
 
 
@@ -492,25 +448,25 @@ def test_a_mask_token_given_as_text_is_looked_up() -> None:
     assert parse_config(raw, {"<m>": 63}) == parse_config(RAW)
 
 
+@pytest.mark.parametrize("present", [False, True])
 @pytest.mark.parametrize("most", [0, 200])  # bytes of a file: before and within the weights
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, most: int) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, most: int, present: bool) -> None:
     resource = pytest.importorskip("resource")
-    write_checkpoint(tmp_path / "draft", CONFIG, make_tensors(CONFIG))
-    before = read_checkpoint(tmp_path / "draft")
+    if present:
+        write_checkpoint(tmp_path / "draft", CONFIG, make_tensors())
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
         with pytest.raises(ValueError, match=r"draft cannot be written \(.*File too large"):
-            write_checkpoint(tmp_path / "draft", CONFIG, make_tensors(CONFIG))
+            write_checkpoint(tmp_path / "draft", replace(CONFIG, block_size=8), make_tensors())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
-    after = read_checkpoint(tmp_path / "draft")
-    assert after[0] == before[0] and all(torch.equal(after[1][name], each) for name, each in before[1].items())
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
 
 
 def test_what_tpu_inference_looks_for_stands_at_the_top() -> None:
-    """vLLM's plug-in for TPUs reads these there alone, and draft tokens badly without the drafter's window."""
+    """vLLM's plug-in for TPUs reads these keys at the top level only."""
     sliding = replace(CONFIG, layers=(LayerAttention(causal=True, window=9), BIDIRECTIONAL))
     raw = config_dict(sliding)
     assert raw["mask_token_id"] == raw["dflash_config"]["mask_token_id"] == 63

@@ -10,31 +10,31 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.nn.attention import additive_mask, visible_slots
-from blockdraft.nn.cache import KVCache, write_nodes
+from blockdraft.nn.cache import KVCache
 
 PLACES = {"side by side": ((0, 10), (10, 10)), "anywhere": ((22, 10), (3, 15)), "one at the end": ((9, 10), (30, 10))}
 
 
 @pytest.fixture(params=PLACES.values(), ids=PLACES)
 def cache(request: pytest.FixtureRequest, scatter: Callable[..., Any]) -> KVCache:
-    """Two rows, with memory around them that belongs to others."""
+    """Return a cache of two sequences, with KV slots of others around them."""
     made: KVCache = scatter(KVCache(1, 40), *request.param)
     return made
 
 
 def node_states(tokens: Tensor) -> Tensor:
-    """A state `[B, 1, N, 2]` that tells which token it belongs to."""
+    """Return states `[B, 1, N, 2]` that identify their token."""
     return tokens[:, None, :, None].float().expand(-1, 1, -1, 2).contiguous()
 
 
 def write(cache: KVCache, *tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """What attention gets to see of rows to which these nodes were written."""
+    """Write these nodes, and return the keys and values that attention sees."""
     states = node_states(torch.tensor(tokens))
     return cache.write(0, states, states + 1000)
 
 
 def contents(cache: KVCache) -> list[list[int]]:
-    """What the rows hold, read by writing a node that is not committed."""
+    """Return the tokens of the sequences, read by writing a node that is not committed."""
     keys, values = write(cache, *[[99]] * len(cache.starts))
     actual = []
     for place, length in enumerate(cache.lengths):
@@ -60,7 +60,7 @@ def test_truncating_to_more_tokens_than_there_are_is_refused(cache: KVCache, len
         cache.truncate(lengths)
 
 
-# Rows as places.
+# Sequences at KV slots.
 
 
 def test_random_changes_to_sequences_leave_the_others_alone() -> None:
@@ -204,17 +204,6 @@ def test_a_view_shows_the_slots_of_each_sequence(
     assert own == (view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr())
 
 
-def test_a_view_may_show_more_slots_than_there_are_nodes(scatter: Callable[..., Any]) -> None:
-    cache = scatter(KVCache(1, 40), (5, 9), (20, 12))
-    memory = numbered(cache)
-    view, own = cache.view(memory, 2, end=9)
-    assert own and torch.equal(view[:, 1], memory[:, :, 20:29])
-    for part, place in ((cache, 1), (cache.of([5]), 0)):
-        view, own = part.view(memory, 2, end=10)  # one more than the first row has
-        assert not own and view.shape[-2] == 10
-        assert torch.equal(view[:, place, :, :2], memory[:, :, part.starts[place] : part.starts[place] + 2])
-
-
 @pytest.mark.parametrize("end", [None, 9, 20])
 @pytest.mark.parametrize("places", [((5, 9), (20, 12)), ((20, 12), (5, 9)), ((5, 9), (14, 9), (24, 9)), ((5, 9),)])
 def test_no_view_shows_slots_of_another_sequence(
@@ -249,7 +238,7 @@ def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) ->
 
 @pytest.mark.parametrize("count", [5, 8])
 def test_nodes_past_the_slots_of_a_sequence_are_refused(cache: KVCache, count: int) -> None:
-    """Be there slots behind it, and others' rows with enough of them."""
+    """Even if KV slots of others follow."""
     cache.shrink(cache.starts[1], 6)
     fill(cache, [1, 2, 3], [4, 5])
     memory = cache.memory(2, 3, 4, torch.zeros(1))
@@ -263,51 +252,13 @@ def test_nodes_past_the_slots_of_a_sequence_are_refused(cache: KVCache, count: i
 # All layers in one tensor.
 
 
-def write_stacked(cache: KVCache, tokens: Tensor) -> None:
-    """Write states that tell layer, head and token, as a network does that gets to see a view."""
-    memory, count = cache.memory(2, 3, 1, torch.zeros(1)), tokens.size(1)
-    store, is_memory = cache.view(memory, count)
-    layers, heads = torch.arange(2)[:, None, None, None], torch.arange(3)
-    nodes = (100.0 * layers + 1000.0 * heads + tokens[None, :, :, None]).unsqueeze(-1)
-    slots = cache.slots(count, torch.device("cpu"))
-    for layer in range(2):
-        write_nodes(store[layer], nodes[layer], slots if len(set(cache.lengths)) > 1 else slots[0])
-    if not is_memory:
-        cache.put(memory, store, count)
-
-
-def stacked_contents(cache: KVCache) -> list[list[int]]:
-    store, _ = cache.view(cache.memory(2, 3, 1, torch.zeros(1)), 0)
-    layers, heads = torch.arange(2)[:, None, None, None, None], torch.arange(3)[:, None, None]
-    tokens = store - 100 * layers - 1000 * heads
-    rows = [tokens[:, row, :, :length] for row, length in enumerate(cache.lengths)]
-    assert all(torch.equal(row, row[:1, :1].expand_as(row)) for row in rows)  # each layer and head holds the same
-    return [row[0, 0, :, 0].int().tolist() for row in rows]
-
-
-def test_stacked_layers_are_committed_and_copied_together(cache: KVCache) -> None:
-    write_stacked(cache, torch.tensor([[1, 2, 3], [11, 12, 13]]))
-    cache.commit([[0, 2], [0, 1, 2]])
-    assert stacked_contents(cache) == [[1, 3], [11, 12, 13]]
-    write_stacked(cache, torch.tensor([[4, 5, 6], [14, 15, 16]]))
-    cache.commit([[0, 1, 2], [0, 2]])
-    assert stacked_contents(cache) == [[1, 3, 4, 5, 6], [11, 12, 13, 14, 16]]
-    first, second = cache.starts
-    cache.close(first)
-    cache.open(first, 9)
-    cache.copy(second, first, 2)
-    cache.of([second]).truncate([4])
-    assert stacked_contents(cache) == [[11, 12], [11, 12, 13, 14]]
-    assert stacked_contents(cache.of([second])) == [[11, 12, 13, 14]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_zero_at_first_and_has_the_dtype_that_is_asked_for(dtype: torch.dtype) -> None:
     memory = KVCache(2, 9).memory(2, 3, 4, torch.zeros(1, dtype=dtype))
     assert memory.shape == (2, 3, 18, 4) and memory.dtype == dtype and not memory.any()
 
 
-# Who may see whom.
+# Masks.
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])

@@ -1,4 +1,4 @@
-"""What callers that pad or compile the decoder rely on. Its numbers are tested in tests/targets/test_native.py."""
+"""Padding and compiling the decoder. Its numbers are tested in tests/targets/test_native.py."""
 
 from typing import Any
 
@@ -38,13 +38,13 @@ def decoder() -> Decoder:
 
 
 def stores(slots: int) -> list[Tensor]:
-    """Keys and values of two committed tokens a row, and leftovers behind them."""
+    """Return keys and values of two committed tokens per sequence, with leftovers after them."""
     generator = torch.Generator().manual_seed(1)
     return list(torch.randn(3, 2, 4, 20, 6, generator=generator)[:, :, :, :slots].unbind())
 
 
 def arguments(nodes: int, slots: int) -> dict[str, Any]:
-    """Three nodes of two rows, 0 <- 1 and 0 <- 2, behind two committed tokens, with nodes and slots filled up."""
+    """Return arguments for a tree of three nodes after two committed tokens, padded to `nodes` and `slots`."""
     visible = torch.zeros(2, nodes, slots, dtype=torch.bool)
     visible[:, :, :3] = True
     visible[:, 1, 3] = visible[:, 2, 4] = True
@@ -92,10 +92,9 @@ def test_the_whole_forward_compiles_as_one_graph(decoder: Decoder) -> None:
     code, which would take a minute."""
     compiled = torch.compile(decoder.forward, fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.no_grad():
-        for options in ({}, {"logits_at": torch.tensor([1, 2])}):
-            plain, traced = arguments(3, 5), arguments(3, 5)
-            logits, hidden_states = decoder(**plain, **options)
-            again, same = compiled(**traced, **options)
-            torch.testing.assert_close(again, logits)
-            torch.testing.assert_close(same, hidden_states)
-            assert all(torch.equal(a, b) for a, b in zip(plain["stores"], traced["stores"], strict=True))
+        plain, traced = arguments(3, 5), arguments(3, 5)
+        logits, hidden_states = decoder(**plain)
+        again, same = compiled(**traced)
+    torch.testing.assert_close(again, logits)
+    torch.testing.assert_close(same, hidden_states)
+    assert all(torch.equal(a, b) for a, b in zip(plain["stores"], traced["stores"], strict=True))

@@ -20,7 +20,7 @@ def entering(batch: int, count: int, random: torch.Generator) -> Entering:
 
 
 def by_tokens(state: Tensor, nodes: Entering, path: list[int]) -> tuple[Tensor, Tensor]:
-    """The recurrence as the paper writes it: what is said at the end of a path of one row, and the state there."""
+    """Return output and state at the end of a path, by the paper's recurrence."""
     answer = state
     for node in path:
         query, key, value, decay, share = (part[:, node, ..., None] for part in nodes)

@@ -1,4 +1,4 @@
-"""The paper's network: the layout of its checkpoints, and its arithmetic against one written out."""
+"""The paper's network: its checkpoint layout, and its arithmetic against a readable twin."""
 
 import math
 
@@ -16,7 +16,7 @@ TINY = DiTConfig(vocab_size=50, model_length=32, hidden_dim=24, n_blocks=2, n_he
 
 @pytest.fixture(scope="module")
 def network() -> DiT:
-    """All of whose layers matter."""
+    """Return a network all of whose weights have an effect."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = DiT(TINY)
@@ -51,7 +51,7 @@ def test_layout_of_the_published_model() -> None:
 
 
 def slow_logits(network: DiT, tokens: Tensor, visible: Tensor) -> Tensor:
-    """Of one row, a head at a time."""
+    """Return the logits of one sequence, computed head by head."""
     weights = {name.removeprefix("backbone."): tensor for name, tensor in network.state_dict().items()}
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ def test_arithmetic(network: DiT) -> None:
     tokens = torch.randint(50, (9,), generator=torch.Generator().manual_seed(0))
     positions, visible = torch.arange(9)[None], block_causal(9, 4)
     actual = network.logits(network.hidden(tokens[None], positions, visible[None]))[0]
-    wanted = slow_logits(network, tokens, visible)
-    assert torch.allclose(actual, wanted, atol=1e-3 * float(wanted.abs().max()))
+    expected = slow_logits(network, tokens, visible)
+    assert torch.allclose(actual, expected, atol=1e-3 * float(expected.abs().max()))
     cache = KVCache(1, 9)
     network.hidden(tokens[None, :4], positions[:, :4], visible[None, :4, :4], cache)
     cache.commit([range(4)])
     again = network.logits(network.hidden(tokens[None, 4:], positions[:, 4:], visible[None, 4:], cache))[0]
-    assert torch.allclose(again, actual[4:], atol=1e-3 * float(wanted.abs().max()))
+    assert torch.allclose(again, actual[4:], atol=1e-3 * float(expected.abs().max()))
 
 
 def test_few_bits(network: DiT) -> None:

@@ -1,4 +1,4 @@
-"""Weights quantized: what they stand for, and products with rounded inputs."""
+"""Quantized weights: their values, and products with quantized inputs."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def weight(bits: int, group: int = 32, offset: bool = False, outputs: int = 21, 
 
 
 def product_by_hand(x: Tensor, own: QuantizedWeight) -> Tensor:
-    """One number after the other, in float64."""
+    """Return the product, computed number by number in float64."""
     out = torch.zeros(len(x), len(own.codes), dtype=torch.float64)
     for n, row in enumerate(x.tolist()):
         for g in range(own.scale.size(1)):

@@ -1,4 +1,4 @@
-"""Rounding to few bits, against slow twins that are written for reading."""
+"""Quantization of weights, against readable twins."""
 
 from math import inf
 
@@ -19,13 +19,13 @@ def half(number: float) -> float:
 
 
 def nearest(numbers: list[float], scale: float, zero: int, least: int, most: int) -> list[float]:
-    """Numbers as a grid has them."""
+    """Return the nearest values of a grid."""
     codes = [min(max(round(number / scale + zero), least), most) for number in numbers]
     return [(code - zero) * scale for code in codes]
 
 
 def least_error(numbers: list[float], importance: list[float], zero_points: bool) -> float:
-    """The squared error with the best grid of 4 bits, each tried in turn."""
+    """Return the squared error of the best grid of 4 bits, by trying all."""
     best = inf
     for share in SHRUNK:
         if zero_points:
@@ -99,7 +99,7 @@ def test_zeros_and_numbers_that_float16_has_no_place_for() -> None:
 
 
 def one_by_one(weight: Tensor, moments: Tensor, grid: Grid, group: int) -> Tensor:
-    """GPTQ as its definition says: round one input, change those that are left for the least error, and go on."""
+    """Quantize by GPTQ's definition: round one input, correct the remaining ones for the least error, repeat."""
     left, out, moments = weight.double().clone(), torch.empty_like(weight), moments.double().clone()
     moments += torch.eye(len(moments)) * DAMPING * moments.diagonal().mean()
     remaining = list(range(weight.size(1)))

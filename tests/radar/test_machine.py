@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,7 @@ from blockdraft.radar.devices import find, machine_of
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty folder of commands that hides the machine's own."""
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
-    monkeypatch.setattr(
-        machine.shutil, "which", lambda name: str(tmp_path / name) if (tmp_path / name).exists() else None
-    )
+    monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
 

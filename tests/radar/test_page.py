@@ -173,9 +173,12 @@ def test_logarithmic_scale(opened: Page) -> None:
     """The scale of the bars is logarithmic, with a tick at each power of ten."""
     ticks = [float(tick.replace(",", "")) for tick in opened.locator("#axis text").all_text_contents()]
     assert ticks == [10**power for power in range(round(math.log10(ticks[0])), round(math.log10(ticks[-1])) + 1)]
-    for bar in opened.locator("#rows .bar").all():
-        speed = float((bar.locator(".num").text_content() or "").split(" ")[0].replace(",", ""))
-        width = float((bar.locator("rect").get_attribute("width") or "").removesuffix("%")) / 100
+    bars = opened.locator("#rows .bar").evaluate_all(
+        "bars => bars.map(b => [b.querySelector('.num').textContent, b.querySelector('rect').getAttribute('width')])"
+    )
+    assert len(bars) > 100
+    for text, size in bars:
+        speed, width = float(text.split(" ")[0].replace(",", "")), float(size.removesuffix("%")) / 100
         assert ticks[0] * (ticks[-1] / ticks[0]) ** width == pytest.approx(speed, rel=0.06)
     opened.locator("#batch").fill("0")
     expect(opened.locator("#axis")).to_be_hidden()

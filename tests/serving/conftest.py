@@ -46,6 +46,12 @@ def client(make_client: Callable[..., Client]) -> Client:
     return make_client()
 
 
+@pytest.fixture
+def set_template(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that sets the engine's chat template for this test."""
+    return lambda template: monkeypatch.setattr(engine.target.tokenizer, "chat_template", template)
+
+
 @pytest.fixture(scope="module")
 def shared_client(engine: Engine) -> Client:
     """Provide a client that several tests share. Their requests must leave nothing behind."""

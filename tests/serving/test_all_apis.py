@@ -1,7 +1,7 @@
 """All APIs on one model give the same output as /v1/chat/completions."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -28,8 +28,8 @@ SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "
 
 
 @pytest.fixture
-def with_tools(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.target.tokenizer, "chat_template", TEMPLATE)
+def with_tools(set_template: Callable[[str], None]) -> None:
+    set_template(TEMPLATE)
 
 
 @pytest.fixture

@@ -111,11 +111,6 @@ def test_stop_strings(client: Any, engine: Engine) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_max_completion_tokens_is_max_tokens(client: Any) -> None:
-    assert client.chat(max_completion_tokens=3)["usage"]["completion_tokens"] == 3
-    assert client.chat(max_completion_tokens=3, max_tokens=3)["usage"]["completion_tokens"] == 3
-
-
 def test_without_max_tokens_the_context_is_the_limit(client: Any, engine: Engine) -> None:
     usage = client.chat(ignore_eos=True)["usage"]
     assert usage["total_tokens"] == client.service.context
@@ -134,30 +129,17 @@ def test_the_next_turn_uses_the_prefix_cache(client: Any) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
 
 
-def test_content_parts_are_joined(client: Any) -> None:
-    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "ant"}]
-    body = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 20}
-    answer = client.post("/v1/chat/completions", body).json()
-    assert answer["choices"][0]["message"] == client.chat("the\nant", max_tokens=20)["choices"][0]["message"]
-
-
-def test_refusals_are_text(client: Any) -> None:
-    parts = [{"type": "refusal", "refusal": "no"}]
-    body = {"model": "tiny", "temperature": 0, "max_tokens": 20}
-    answers = [
-        client.post("/v1/chat/completions", body | {"messages": [*CHAT, {"role": "assistant", "content": content}]})
-        for content in (parts, "no")
-    ]
-    assert answers[0].json()["choices"] == answers[1].json()["choices"]
-
-
-def test_developer_messages_are_system_messages(client: Any) -> None:
-    answers = []
-    for role in ("system", "developer"):
-        messages = [{"role": role, "content": "be brief"}, {"role": "user", "content": "hi"}]
-        body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 20}
-        answers.append(client.post("/v1/chat/completions", body).json()["choices"])
-    assert answers[0] == answers[1]
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([{"type": "text", "text": "the"}, {"type": "text", "text": "ant"}], "the\nant"),
+        ([{"type": "refusal", "refusal": "no"}], "no"),
+    ],
+)
+def test_content_parts_are_joined(client: Any, parts: list[dict[str, str]], text: str) -> None:
+    chats = [[*CHAT, {"role": "assistant", "content": content}] for content in (parts, text)]
+    ours, expected = (client.chat(messages=chat, max_tokens=20)["choices"] for chat in chats)
+    assert ours == expected
 
 
 def test_leading_system_messages_are_joined(client: Any) -> None:
@@ -343,11 +325,11 @@ def test_impossible_schemas_are_refused(client: Any, schema: Any) -> None:
     assert answer.status_code == 400, answer.text
 
 
-def test_reasoning_has_both_names(client: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_has_both_names(client: Any, engine: Engine, set_template: Callable[[str], None]) -> None:
     tokenizer: Any = engine.target.tokenizer
     opened = tokenizer.chat_template.replace("assistant\\n", "assistant\\n<think>\\n")
     assert opened != tokenizer.chat_template
-    monkeypatch.setattr(tokenizer, "chat_template", opened)
+    set_template(opened)
     answer = client.chat(max_tokens=20)
     message = answer["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] != ""

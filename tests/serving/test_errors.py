@@ -1,7 +1,6 @@
 """Bad requests get status 4xx in the shape of their API, with field and remedy, and never 5xx."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -236,53 +235,6 @@ def test_neutral_values_of_unsupported_fields_are_accepted(shared_client: Any) -
     assert shared_client.post("/v1/completions", TEXT | {"best_of": 2}).status_code == 400
 
 
-RANDOM_VALUES: list[Any] = [
-    *(None, True, -1, 0, 1, 3, 1e300, "", "a", "\0", [], [1], ["a"], {}, {"a": 1}, HUGE, [[1]], [None]),
-    "<|im_end|>\n<|im_start|>system\n",
-    *([{"role": role, "content": "<|im_end|>"}] for role in ("user", "assistant", "system", "developer", "tool")),
-    [{"role": "assistant", "content": None, "tool_calls": [{"id": "c", "custom": {"name": "f"}}]}],
-    [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
-    *([{"type": kind, "name": "f", "call_id": "c", "input": "x", "output": "y"}] for kind in ("custom_tool_call", "x")),
-    [{"type": "item_reference", "id": "msg_1"}],
-    *([{"type": kind, "name": "f", "function": {"name": "f"}, "input_schema": {}}] for kind in ("function", "custom")),
-    [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": None}]}],
-    *({"type": kind, "name": "f", "function": {"name": "f"}} for kind in ("function", "custom", "tool", "auto")),
-    *(
-        {"type": "json_schema", "json_schema": {"schema": schema}, "schema": schema}
-        for schema in (
-            {"properties": {"a": {"$ref": "#"}}},
-            {"properties": {"a": None}, "required": None},
-            {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
-            {"anyOf": [{"properties": {"a": {"const": 1}}}, {"type": "null"}], "properties": []},
-            {"type": ["object", "null"], "properties": {"a": {"items": [{"properties": {}}]}}},
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    "template", [None, "{{ tools }}{{ messages }} <tool_call>", "{{ tools }}{{ messages[-1].content }}"]
-)
-def test_random_requests_never_cause_server_errors(
-    client: Any, engine: Any, template: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests with random values in random fields, from a fixed seed."""
-    if template is not None:
-        monkeypatch.setattr(engine.target.tokenizer, "chat_template", template)
-    draw = random.Random(str(template))
-    fields = "model messages prompt n stop seed logit_bias speculation stream tools echo tool_choice response_format"
-    fields += " stream_options logprobs top_logprobs temperature top_p tokens chat_template_kwargs reasoning_effort"
-    fields += " max_tokens stop_token_ids parallel_tool_calls continue_final_message add_generation_prompt input text"
-    fields += " system thinking output_config instructions previous_response_id"
-    paths = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/tokenize", TEXT), ("/v1/messages", CHAT)]
-    paths.append(("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}))
-    for _ in range(150):
-        path, body = draw.choice(paths)
-        garbled = body | {name: draw.choice(RANDOM_VALUES) for name in draw.sample(fields.split(), 3)}
-        answer = client.post(path, garbled)
-        assert answer.status_code < 500, (path, garbled, answer.text)
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
@@ -303,12 +255,6 @@ def test_messages_give_limit_and_value(
 ) -> None:
     error = shared_client.post(path, (CHAT if "chat" in path else {}) | body).json()["error"]
     assert error["param"] == param and error["message"].startswith(message)
-
-
-def test_a_wrong_method_is_named(shared_client: Any) -> None:
-    answer = shared_client.get("/infill")
-    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
-    assert answer.json()["error"]["message"] == "The method of /infill must be POST, got GET."
 
 
 def test_responses_reveal_no_paths(client: Any, engine: Any) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from serving_client import Client
-from tiny_models import tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import FIM, write_coder
 
 from blockdraft.engine import Engine, ExtraFile
 from blockdraft.serving.backends import Backends
@@ -26,20 +24,12 @@ from blockdraft.serving.typed_infills import ANCHOR, MAX_CLIENTS, MAX_INFILLS, M
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
-FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
-
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Iterator[Engine]:
     """Provide an engine whose target has Qwen2.5-Coder's tokens."""
-    folder = tmp_path_factory.mktemp("coder")
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(FIM, special_tokens=True)
-    config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
-    torch.manual_seed(0)  # some weights write a separator at once, which ends infills only
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    with Engine(load_target(folder), max_batch_size=2, prefix_tokens=256) as engine:
+    target = load_target(write_coder(tmp_path_factory.mktemp("coder"), tiny_target_dir))
+    with Engine(target, max_batch_size=2, prefix_tokens=256) as engine:
         yield engine
 
 
@@ -375,15 +365,6 @@ def draft(infills: TypedInfills, before: str) -> str:
     return infills.begin("client", Infill(before, "\n")).draft
 
 
-def test_the_newest_completion_is_drafted() -> None:
-    infills = TypedInfills()
-    offer(infills, "x = ", "foo(bar)")
-    offer(infills, "x = ", "fob")
-    assert draft(infills, "x = fo") == "b"
-    offer(infills, "x = foo", "d")  # not the "(bar)" that was its draft
-    assert draft(infills, "x = foo") == "d"
-
-
 def test_a_window_that_begins_elsewhere_is_recognized_near_the_cursor_only() -> None:
     early, late = "0123456789" * 4, "abcdefghij" * 4
     near, far = "-" * (MAX_TYPED - len(late)), "-" * MAX_TYPED
@@ -394,16 +375,6 @@ def test_a_window_that_begins_elsewhere_is_recognized_near_the_cursor_only() -> 
     infills = TypedInfills()
     offer(infills, "a\nx = ", "foo" + "(" * ANCHOR)
     assert draft(infills, "x = foo") == ""  # too short to be sure
-
-
-def test_an_infill_without_text_before_it_is_independent() -> None:
-    infills = TypedInfills()
-    older = infills.begin("client", Infill("a", "\n"))
-    older.output = "bc"
-    empty = infills.begin("client", Infill("", "\n"))
-    assert not older.replaced
-    infills.begin("client", Infill("x", "\n"))
-    assert not empty.replaced
 
 
 def test_few_infills_are_kept() -> None:

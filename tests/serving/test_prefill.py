@@ -76,7 +76,7 @@ def test_streams_report_progress(
     if path.startswith("/api"):  # lines of JSON have no comments
         assert ":" not in [line[:1] for line in text.splitlines()] and json.loads(text.splitlines()[0])
         return
-    *comments, last = [tuple(map(int, found)) for found in re.findall(r"^: prefill (\d+)/(\d+)$", text, re.MULTILINE)]
+    *comments, last = [tuple(map(int, actual)) for actual in re.findall(r"^: prefill (\d+)/(\d+)$", text, re.MULTILINE)]
     assert comments == sorted(set(comments)) and {total for _, total in (*comments, last)} == {last[1]}
     assert 0 < last[0] <= last[1] and text.index("data: ") > text.index(": prefill")
 

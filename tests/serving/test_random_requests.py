@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from serving_client import MODEL, Client
-from tiny_models import tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import write_coder
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -21,7 +20,6 @@ from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 
-FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
@@ -291,14 +289,7 @@ class Maker:
 @pytest.fixture(scope="module")
 def random_client(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Iterator[Client]:
     """Serve a random model with tokens for infills, calls and reasoning, which drafts with `lookup`."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(FIM, special_tokens=True)
-    tokenizer.add_tokens(MARKERS)
-    config = AutoConfig.from_pretrained(tiny_target_dir, vocab_size=len(tokenizer))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    target = load_target(folder)
+    target = load_target(write_coder(tmp_path_factory.mktemp("model"), tiny_target_dir, MARKERS))
     with Engine(target, load_drafter("lookup", target=target), max_batch_size=4, prefix_tokens=256) as engine:
         yield Client(Service(Backends(engine), ServeSettings(served_model_name=(MODEL,))))
 

@@ -1,4 +1,4 @@
-"""Small models of every family that GGUF files hold here."""
+"""Small random models of every family that is read from GGUF files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-# Of 3 layers and more: 7, of which the 6th sees everything, is what Gemma 3 takes.
 NEAR, FAR = "sliding_attention", "full_attention"
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
@@ -113,7 +112,7 @@ GPT_OSS_KEYS: dict[str, Any] = {
 
 
 def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
-    """What llama.cpp's converter writes for the rotary embeddings of Llama 3, with frequencies 1 to 4 in between."""
+    """Return the factors that llama.cpp's converter writes for Llama 3's rotary embeddings."""
     waves = 2 * math.pi * theta ** (torch.arange(0, size, 2).double() / size)
     smooth = (longest / waves - 1) / 3
     between = 1 / ((1 - smooth) / factor + smooth)
@@ -124,7 +123,7 @@ def rotary(**parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 500.0, **parameters}}
 
 
-# What differs from SMALL, what the file says besides, and its tensors besides.
+# By name: fields that differ from SMALL, further metadata of the file, and further tensors.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] = {
     "llama": ({}, {}, {}),
     "llama-odd": (
@@ -173,7 +172,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         | {"expert_shared_feed_forward_length": 64, "attention.key_length": None, "attention.value_length": None},
         {},
     ),
-    "qwen2_moe-old": (  # sizes of experts follow from that of all
+    "qwen2_moe-old": (  # files without the size of experts, which follows from the inner size
         EXPERTS
         | {"head_dim": 8, "norm_topk_prob": False, "intermediate_size": 64, "shared_expert_intermediate_size": 64},
         {"expert_count": 5, "expert_used_count": 2, "attention.key_length": None, "attention.value_length": None},

@@ -1,4 +1,4 @@
-"""Small models of transformers as GGUF files, written as llama.cpp's converter does it."""
+"""Writes small models of transformers as GGUF files, as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
-}  # others go by their model_type
-# Where the factors in float16 lie in a block, and how many there are; other types have them elsewhere.
+}  # the others are named by their model_type
+# Offset and number of the float16 factors in a block; the default is one at the beginning.
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 FACTORS |= {"Q6_K": (208, 1), "TQ1_0": (52, 1), "TQ2_0": (64, 1)}
-ROUNDED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the package
-SMALL_PARTS = ("gate_inp", "conv1d", "shortconv.conv", ".bias")  # of names of tensors that stay in F32
+ROUNDED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # types that the gguf package quantizes
+SMALL_PARTS = ("gate_inp", "conv1d", "shortconv.conv", ".bias")  # parts of the names of tensors that stay in F32
 
 
 def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -55,7 +55,7 @@ def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys as files of the architecture llama have them: those half a head apart side by side."""
+    """Return queries or keys in the row order of the llama architecture: rows half a head apart become neighbours."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -122,6 +122,11 @@ def write_gguf(
         add_tensor(writer, theirs, data, kind_of(theirs, data, kinds))
     for name, data in (extra or {}).items():
         add_tensor(writer, name, data, kind_of(name, data, kinds))
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what was added to a writer, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -144,7 +149,7 @@ def kind_of(name: str, data: np.ndarray, kinds: Mapping[str, str] | str) -> str:
 
 
 def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as llama.cpp's converter names and shapes them."""
+    """Yield the tensors with the names and shapes of llama.cpp's converter."""
     for name, tensor in model.state_dict().items():
         if model.config.model_type.startswith("qwen3_5"):
             name, tensor = as_qwen35(model.config, name, tensor)
@@ -161,7 +166,7 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_gpt_oss(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of gpt-oss as in files: gates apart from what they are multiplied with, and outputs before inputs."""
+    """Yield a tensor of gpt-oss as in files: gate and up projections apart, outputs before inputs."""
     stem, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
     kind = "bias" if is_bias else "weight"
     if stem.endswith("experts.gate_up_proj"):
@@ -175,7 +180,7 @@ def as_gpt_oss(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_qwen35(config: Any, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """A tensor of Qwen3.5 as in files: value heads of one key head far apart, decays, and one added to norms."""
+    """Return a tensor of Qwen3.5 as in files: value heads interleaved by key head, decays, norms plus one."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if name.endswith("norm.weight") and "linear_attn" not in name:
         return name, tensor + 1
@@ -206,7 +211,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, data: np.ndarray, kind: str) 
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, size: int, pre: str) -> None:
-    """A tokenizer of bytes; ids beyond its own get names that mean nothing."""
+    """Add a byte-level tokenizer. Ids beyond its vocabulary are padding tokens."""
     import json
 
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]

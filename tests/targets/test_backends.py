@@ -1,4 +1,4 @@
-"""A backend is one file: found by its name, and the engine asks no more of it than its protocol says."""
+"""A backend is one file, found by its name; the engine uses nothing of it but its protocol."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(40)
 
 @pytest.fixture
 def toy_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model for the toy backend, whose file lies among those of the package."""
+    """Return the folder of a model for the toy backend, whose file is put among those of the package."""
     package, model = tmp_path / "package", tmp_path / "model"
     package.mkdir()
     model.mkdir()
@@ -79,16 +79,16 @@ def test_a_backend_without_trees_is_not_asked_for_any(toy: Target) -> None:
 
 
 def test_logprobs_and_bounds_need_nothing_more(toy: Target) -> None:
-    """Its rows cannot be cut, so a prompt is read once in any case; here in parts, beside others."""
+    """Its sequences cannot be truncated. The prompt is read in parts, next to other requests."""
     drafter = load_drafter("lookup", target=toy)
     params = SamplingParams(40, logprobs=2, prompt_logprobs=1)
     [alone] = Engine(toy).generate([PROMPTS[3]], params)
     with Engine(toy, drafter, 4, Drafting(tree_budget=9), prefill_tokens=32) as engine:
         bounds = (None, RequestDrafting(enabled=False), RequestDrafting(block_size=3), RequestDrafting(tree_budget=0))
         requests = [engine.submit(PROMPTS[3], params, drafting=bound) for bound in bounds]
-        for found in (request.result().checked() for request in requests):
-            assert found.token_ids == alone.token_ids
-            for ours, theirs in ((found.logprobs, alone.logprobs), (found.prompt_logprobs, alone.prompt_logprobs)):
+        for actual in (request.result().checked() for request in requests):
+            assert actual.token_ids == alone.token_ids
+            for ours, theirs in ((actual.logprobs, alone.logprobs), (actual.prompt_logprobs, alone.prompt_logprobs)):
                 assert ours and theirs and len(ours) == len(theirs)
                 for one, other in zip(ours, theirs, strict=True):
                     assert (one is None) == (other is None)

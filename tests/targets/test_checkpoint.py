@@ -1,4 +1,4 @@
-"""What is told of checkpoints that are not here."""
+"""Names of checkpoints that are not on this machine, and facts of their configurations."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from threading import Thread
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma4TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig
 
 from blockdraft.diffusion.folder import FAMILY_OF
 from blockdraft.drafters import load_drafter
@@ -40,8 +40,6 @@ def test_a_hub_that_cannot_be_reached_is_reported_at_once(load: object, monkeypa
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and nobody listens
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        for module in (AutoConfig, AutoTokenizer):
-            monkeypatch.setattr(module, "from_pretrained", lambda *_, **__: pytest.fail("it is asked for many times"))
         with pytest.raises(
             ValueError, match="no/such is no folder here, and the hub cannot be reached .* local folder"
         ):
@@ -83,7 +81,11 @@ def test_any_answer_of_the_hub_will_do_and_is_asked_for_once(monkeypatch: pytest
 @pytest.mark.usefixtures("online")
 def test_what_is_on_this_machine_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: pytest.fail("asked"))
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
+    snapshot, refs = (tmp_path / "models--some--model" / name for name in ("snapshots/abc", "refs"))
+    snapshot.mkdir(parents=True)
+    refs.mkdir()
+    (snapshot / "config.json").touch()
+    (refs / "main").write_text("abc")
     checkpoint.check_hub("some/model", "config.json")
 
 
@@ -96,7 +98,7 @@ def test_a_block_diffusion_model_is_no_target(tmp_path: Path, kind: str, backend
 
 
 def test_heads_of_layers_that_differ_have_the_size_of_most() -> None:
-    """As Gemma 4's, which transformers tells only layer by layer."""
+    """As in Gemma 4, whose head sizes transformers gives by layer."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 12, "global_head_dim": 16}
     assert checkpoint.drafter_shape(Gemma4TextConfig(**sizes, layer_types=kinds))["head_dim"] == 12
@@ -147,7 +149,7 @@ def test_scaled_positions_extend_the_context(
 
 @pytest.mark.parametrize("compile", ["auto", "off"])
 def test_another_context(tiny_target_dir: Path, compile: Compile, caplog: pytest.LogCaptureFixture) -> None:
-    """A longer one than the model's, or a shorter one."""
+    """A context that is longer or shorter than the model's."""
     own = load_target(tiny_target_dir, device="cpu", compile=compile)
     ids = [5 + i % 50 for i in range(own.max_context + 20)]
     longer = load_target(tiny_target_dir, device="cpu", compile=compile, max_context=len(ids) + 4)
@@ -157,8 +159,8 @@ def test_another_context(tiny_target_dir: Path, compile: Compile, caplog: pytest
         [completion] = engine.generate([ids], params)
     assert len(completion.token_ids) == 4
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
-    wanted = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False, eos_token_id=None)
-    assert completion.token_ids == wanted[0, len(ids) :].tolist()
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert completion.token_ids == expected[0, len(ids) :].tolist()
     shorter = load_target(tiny_target_dir, device="cpu", compile=compile, max_context=16)
     with Engine(shorter, load_drafter("none", target=shorter)) as engine, pytest.raises(UsageError, match="context 16"):
         engine.generate([ids[:16]], params)

@@ -1,4 +1,4 @@
-"""Which target is which, whatever it was loaded in, and what drafters remember of theirs."""
+"""Fingerprints of targets, which do not depend on how they are loaded, and which drafters store."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from blockdraft.training.export import convert, export, format_for
 
 @pytest.fixture(scope="module")
 def noisy_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """`tiny_target_dir` after a little training, as it were."""
+    """Return a copy of `tiny_target_dir` whose weights differ a little, as after training."""
     folder = tmp_path_factory.mktemp("noisy")
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     with torch.random.fork_rng():
@@ -75,9 +75,9 @@ def test_a_drafter_of_another_target_is_reported_of(
     load_drafter(tiny_drafter_dir, target=other)  # it does not say what it was trained for
     for layout in ("zlab", "speculators"):
         format_ = format_for(layout, target, str(tiny_target_dir))
-        found = read_drafter(tiny_drafter_dir, None, target.num_layers)
-        assert found.trained == UNKNOWN
-        export(tmp_path / layout, format_, found.config, found.tensors, target, qat_bits=4)
+        actual = read_drafter(tiny_drafter_dir, None, target.num_layers)
+        assert actual.trained == UNKNOWN
+        export(tmp_path / layout, format_, actual.config, actual.tensors, target, qat_bits=4)
         convert(tmp_path / layout, tmp_path / "back", format_for("zlab", target, str(tiny_target_dir)), target)
         for folder in (tmp_path / layout, tmp_path / "back"):
             trained = Trained(target.source_fingerprint, 4)
@@ -95,8 +95,8 @@ def test_a_converted_drafter_stays_one_for_its_own_target(
 ) -> None:
     target, other = (load_target(folder, device="cpu") for folder in (tiny_target_dir, noisy_dir))
     layout = format_for("zlab", target, None)
-    found = read_drafter(tiny_drafter_dir, None, target.num_layers)
-    export(tmp_path / "trained", layout, found.config, found.tensors, target)
+    actual = read_drafter(tiny_drafter_dir, None, target.num_layers)
+    export(tmp_path / "trained", layout, actual.config, actual.tensors, target)
     for source, expected in ((tmp_path / "trained", target.source_fingerprint), (tiny_drafter_dir, None)):
         convert(source, tmp_path / "converted", layout, other)
         assert read_drafter(tmp_path / "converted", None, target.num_layers).trained.target == expected

@@ -1,4 +1,4 @@
-"""Quantized files of architectures with parts that Llama lacks: compiled beside torch, and plain beside drafted."""
+"""Quantized files of architectures with parts that Llama lacks: compiled against torch, drafted against plain."""
 
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,7 @@ def assert_lossless(target: Target) -> None:
         assert [own.token_ids for own in engine.generate(prompts, params)] == [own.token_ids for own in plain]
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize(("name", "kv_dtype"), [("qwen2_moe", None), ("qwen3_moe", "int8")])
 def test_prefixes_and_quantized_caches_of_mixtures(
     name: str, kv_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

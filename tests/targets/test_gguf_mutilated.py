@@ -43,7 +43,7 @@ def whole(name: str, folder: Path) -> bytes:
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """One of the ways in which files go wrong, in the header more often than behind it."""
+    """Return the file with one random kind of damage, mostly in its header."""
     copy, header = bytearray(content), max(map(content.find, LAST_NORMS)) + 64
     match chance.choice(("cut", "bytes", "number", "long", "swap", "zeros", "double")):
         case "cut":

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against those that they were made from."""
+"""Tokenizers of GGUF files equal those that they were made from."""
 
 import struct
 from pathlib import Path
@@ -40,7 +40,7 @@ TEXTS = (
 
 
 def written(path: Path, tokenizer: PreTrainedTokenizerBase, pre: str, size: int | None = None) -> Path:
-    """A model with this tokenizer, and with ids beyond it."""
+    """Write a model with this tokenizer and a larger vocabulary, and return the path."""
     config = Qwen3Config(
         vocab_size=size or len(tokenizer) + 5,
         hidden_size=32,
@@ -62,7 +62,7 @@ def written(path: Path, tokenizer: PreTrainedTokenizerBase, pre: str, size: int 
 
 
 def bundled_like(pre: str, adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """The bundled vocabulary behind another way to cut text."""
+    """Return the bundled tokenizer with another pre-tokenization."""
     split, tokenizer = SPLITS[pre], AutoTokenizer.from_pretrained(BUNDLED)
     backend = tokenizer.backend_tokenizer
     backend.normalizer = normalizers.NFC() if split.composed else None
@@ -74,29 +74,31 @@ def bundled_like(pre: str, adds_bos: bool = False) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "gpt-2", "smollm"])
 def test_bytes(pre: str, tmp_path: Path) -> None:
-    wanted = bundled_like(pre)
-    path = written(tmp_path / "m.gguf", wanted, pre)
-    found = load_target_text(path).tokenizer
-    assert found is not None
+    expected = bundled_like(pre)
+    path = written(tmp_path / "m.gguf", expected, pre)
+    actual = load_target_text(path).tokenizer
+    assert actual is not None
     for text in (*TEXTS, "a <think> of two words"):
-        ids = wanted(text)["input_ids"]
-        assert found(text)["input_ids"] == ids, text
-        assert found.decode(ids) == wanted.decode(ids)
-        assert found.decode(ids, skip_special_tokens=True) == wanted.decode(ids, skip_special_tokens=True)
-    assert found.get_vocab() == wanted.get_vocab() and tokenizer_fingerprint(found) == tokenizer_fingerprint(wanted)
-    assert set(found.all_special_ids) >= {0, 2} and (found.eos_token, found.pad_token) == (
+        ids = expected(text)["input_ids"]
+        assert actual(text)["input_ids"] == ids, text
+        assert actual.decode(ids) == expected.decode(ids)
+        assert actual.decode(ids, skip_special_tokens=True) == expected.decode(ids, skip_special_tokens=True)
+    assert actual.get_vocab() == expected.get_vocab() and tokenizer_fingerprint(actual) == tokenizer_fingerprint(
+        expected
+    )
+    assert set(actual.all_special_ids) >= {0, 2} and (actual.eos_token, actual.pad_token) == (
         "<|im_end|>",
         "<|endoftext|>",
     )
     chat: list[dict[str, str]] = [{"role": "user", "content": "Hello <|im_end|>"}]
-    assert found.apply_chat_template(chat, tokenize=False) == wanted.apply_chat_template(chat, tokenize=False)
+    assert actual.apply_chat_template(chat, tokenize=False) == expected.apply_chat_template(chat, tokenize=False)
 
 
 def test_fewer_types_than_tokens(tmp_path: Path) -> None:
     path, key = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2"), b"tokenizer.ggml.token_type"
     whole = path.read_bytes()
     assert whole.count(key) == 1
-    place = whole.index(key) + len(key) + 8  # behind what says that it is an array, and of what
+    place = whole.index(key) + len(key) + 8  # after the types of the array and of its items
     [count] = struct.unpack_from("<Q", whole, place)
     path.write_bytes(whole[:place] + struct.pack("<Q", count - 8) + whole[place + 8 + 4 * 8 :] + bytes(4 * 8))
     for load in (load_target_text, load_target):
@@ -105,7 +107,7 @@ def test_fewer_types_than_tokens(tmp_path: Path) -> None:
 
 
 def test_llama3_takes_whole_words_and_begins_with_bos(tmp_path: Path) -> None:
-    """A word that is a token is taken, though its pairs would merge otherwise."""
+    """A word that is in the vocabulary becomes that token, even if its pairs merge otherwise."""
     tokens = ["<|begin_of_text|>", "<|eot_id|>", *"abc", "ab", "bc", "abc", "Ġ"]
     types = [TokenType.CONTROL] * 2 + [TokenType.NORMAL] * 7
     metadata = {
@@ -118,9 +120,9 @@ def test_llama3_takes_whole_words_and_begins_with_bos(tmp_path: Path) -> None:
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
     }
-    found = gguf_tokenizer(metadata)
-    assert found("abc")["input_ids"] == [0, 7] and found("abc", add_special_tokens=False)["input_ids"] == [7]
-    assert found("<|eot_id|>abca")["input_ids"] == [0, 1, 5, 4, 2]
+    actual = gguf_tokenizer(metadata)
+    assert actual("abc")["input_ids"] == [0, 7] and actual("abc", add_special_tokens=False)["input_ids"] == [7]
+    assert actual("<|eot_id|>abca")["input_ids"] == [0, 1, 5, 4, 2]
     plain = metadata | {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
     assert gguf_tokenizer(plain)("abc")["input_ids"] == [7, 1]
     merged = gguf_tokenizer(metadata | {"tokenizer.ggml.pre": "gpt-2"})
@@ -129,11 +131,11 @@ def test_llama3_takes_whole_words_and_begins_with_bos(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "smollm"])
 def test_pieces_of_text(pre: str) -> None:
-    """How digits, contractions and capitals are cut."""
+    """Digits, contractions and capitals are split as in the original tokenizer."""
     pieces = SPLITS[pre].pre_tokenizer().pre_tokenize_str("It'S 12345 fooBar x\n\ny")
-    found = [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces]
+    actual = [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces]
     assert (
-        found
+        actual
         == {
             "qwen2": ["It", "'S", " ", "1", "2", "3", "4", "5", " fooBar", " x", "\n\n", "y"],
             "llama-bpe": ["It", "'S", " ", "123", "45", " fooBar", " x", "\n\n", "y"],
@@ -145,15 +147,15 @@ def test_pieces_of_text(pre: str) -> None:
 
 
 def pieces_of(texts: tuple[str, ...], specials: list[str]) -> dict[str, int]:
-    """A vocabulary in the manner of SentencePiece, the best pieces first, with all bytes."""
+    """Return a vocabulary like SentencePiece's, the best pieces first, with all bytes."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
     words = [" ".join(text.split()) for text in texts] * 3
     trained.train_from_iterator(words, trainers.BpeTrainer(vocab_size=400, show_progress=False))
     bytes_ = [f"<0x{number:02X}>" for number in range(256)]
     ordered = [token for token, _ in sorted(trained.get_vocab().items(), key=lambda item: (-len(item[0]), item[1]))]
-    found = dict.fromkeys([*specials, *bytes_, *sorted(ordered, key=len, reverse=False), "▁"])
-    return {token: i for i, token in enumerate(found)}
+    actual = dict.fromkeys([*specials, *bytes_, *sorted(ordered, key=len, reverse=False), "▁"])
+    return {token: i for i, token in enumerate(actual)}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4"])
@@ -165,15 +167,15 @@ def test_sentencepiece(family: str, spaced: bool) -> None:
     scores = {token: -float(i) for token, i in vocab.items()}
     merges = generate_merges(vocab, scores)
     if family == "gemma4":
-        merges = merges[: len(merges) * 3 // 4]  # files have merges of their own
+        merges = merges[: len(merges) * 3 // 4]  # files store merges
     if gemma:
-        wanted: Any = GemmaTokenizer(vocab=vocab, merges=merges)
+        expected: Any = GemmaTokenizer(vocab=vocab, merges=merges)
     else:
-        wanted = LlamaTokenizer(vocab=vocab, merges=merges, add_prefix_space=spaced)
+        expected = LlamaTokenizer(vocab=vocab, merges=merges, add_prefix_space=spaced)
     special = TokenType.CONTROL
     types = dict.fromkeys(specials, special) | {"<unk>": TokenType.UNKNOWN}
     kinds = [types.get(t, TokenType.BYTE if t.startswith("<0x") else TokenType.NORMAL) for t in vocab]
-    found = gguf_tokenizer(
+    actual = gguf_tokenizer(
         {
             "general.architecture": family,
             "tokenizer.ggml.model": "gemma4" if family == "gemma4" else "llama",
@@ -188,14 +190,14 @@ def test_sentencepiece(family: str, spaced: bool) -> None:
             "tokenizer.ggml.add_space_prefix": spaced,
         }
     )
-    assert len(found) == len(vocab)
+    assert len(actual) == len(vocab)
     begin = vocab["<bos>" if gemma else "<s>"]
     for text in (*TEXTS, "story</s>of<bos> apples"):
-        ids = wanted(text, add_special_tokens=False)["input_ids"]
-        assert found(text, add_special_tokens=False)["input_ids"] == ids, text
-        assert found(text)["input_ids"] == [begin, *ids]
-        assert found.decode(ids) == wanted.decode(ids)
-    assert len(wanted(TEXTS[0])["input_ids"]) < len(TEXTS[0])  # pieces were merged
+        ids = expected(text, add_special_tokens=False)["input_ids"]
+        assert actual(text, add_special_tokens=False)["input_ids"] == ids, text
+        assert actual(text)["input_ids"] == [begin, *ids]
+        assert actual.decode(ids) == expected.decode(ids)
+    assert len(expected(TEXTS[0])["input_ids"]) < len(TEXTS[0])  # pieces were merged
 
 
 def test_gemma_spells_runs_of_spaces_as_spaces() -> None:
@@ -209,9 +211,9 @@ def test_gemma_spells_runs_of_spaces_as_spaces() -> None:
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
     }
-    found = gguf_tokenizer(metadata)
-    assert found("a  a    a a")["input_ids"] == [0, 6, 4, 6, 5, 6, 3, 6]
-    assert len(found) == len(tokens)
+    actual = gguf_tokenizer(metadata)
+    assert actual("a  a    a a")["input_ids"] == [0, 6, 4, 6, 5, 6, 3, 6]
+    assert len(actual) == len(tokens)
 
 
 def test_answers_are_those_of_the_folder(tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_answers_are_those_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_ends(tmp_path: Path) -> None:
-    """The token that the file names, and what is known to end answers."""
+    """The end token of the file, and other tokens that are known to end responses."""
     path = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2")
     text, target = load_target_text(path), load_target(path, device="cpu", compile="off")
     assert text.eos_token_ids == target.eos_token_ids == {0, 2}  # <|endoftext|>, <|im_end|>
@@ -253,61 +255,61 @@ def test_ends(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.NORMAL])
 def test_ends_of_families(tokens: str, keys: dict[str, int], ends: list[int], kind: TokenType) -> None:
-    """As in llama.cpp (ggml-org/llama.cpp#9606), by their text and whatever their type."""
+    """As in llama.cpp (ggml-org/llama.cpp#9606), tokens of any type end responses by their text."""
     metadata: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": number for key, number in keys.items()}
     metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": []}
     metadata |= {"tokenizer.ggml.tokens": tokens.split(), "tokenizer.ggml.token_type": [kind] * len(tokens.split())}
     assert end_ids(metadata) == ends
     if tokens:
-        found = gguf_tokenizer(metadata)
-        assert found.decode(ends, skip_special_tokens=True) == ""  # as control tokens they are not shown
+        actual = gguf_tokenizer(metadata)
+        assert actual.decode(ends, skip_special_tokens=True) == ""  # as control tokens they are not shown
 
 
 def test_a_piece_of_html_ends_nothing() -> None:
-    """In Qwen's vocabulary </s> is text, in others a control token."""
+    """The token </s> is text in Qwen's vocabulary, and a control token in others."""
     for kind, ends in ((TokenType.NORMAL, [1]), (TokenType.CONTROL, [0, 1])):
         tokens = {"tokens": ["</s>", "<|im_end|>"], "token_type": [kind, TokenType.CONTROL], "eos_token_id": 1}
         assert end_ids({f"tokenizer.ggml.{key}": value for key, value in tokens.items()}) == ends
 
 
 def test_several_chat_templates(tmp_path: Path) -> None:
-    """One of them for tools, as folders have them."""
+    """A file may hold one template for chats, and others for tools and documents."""
     metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b"], "merges": []}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
     templates = {"default": "plain", "tool_use": "with tools", "rag": "with documents"}
     named = {f"tokenizer.chat_template.{name}": text for name, text in templates.items() if name != "default"}
-    found = gguf_tokenizer(metadata | {"tokenizer.chat_template": "plain"} | named)
-    assert found.chat_template == templates
+    actual = gguf_tokenizer(metadata | {"tokenizer.chat_template": "plain"} | named)
+    assert actual.chat_template == templates
     chat = [{"role": "user", "content": "a"}]
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert encode_chat(found, chat) == found("plain")["input_ids"]
-    assert found.apply_chat_template(chat, tools=tools, tokenize=False) == "with tools"
+    assert encode_chat(actual, chat) == actual("plain")["input_ids"]
+    assert actual.apply_chat_template(chat, tools=tools, tokenize=False) == "with tools"
     assert gguf_tokenizer(metadata | {"tokenizer.chat_template": "plain"}).chat_template == "plain"
     assert gguf_tokenizer(metadata).chat_template is None
-    wanted = bundled_like("qwen2")
-    wanted.chat_template = templates
-    again, _ = tokenizer_metadata(as_text(wanted, 2), len(wanted), "qwen3")
+    expected = bundled_like("qwen2")
+    expected.chat_template = templates
+    again, _ = tokenizer_metadata(as_text(expected, 2), len(expected), "qwen3")
     assert gguf_tokenizer(again).chat_template == templates
 
 
 @pytest.mark.parametrize("pre", ["command-r", None])
 def test_unknown_ways_to_cut_text(pre: str | None, tmp_path: Path) -> None:
-    """Token ids work all the same."""
+    """A target without a tokenizer takes token ids."""
     path = written(tmp_path / "m.gguf", bundled_like("qwen2"), pre or "")
     target = load_target(path, device="cpu", compile="off")
     assert target.tokenizer is None and target.eos_token_ids == {0, 2}
     way = "uses the pre-tokenization 'command-r'" if pre else "does not name its pre-tokenization"
-    said = rf"The target has no tokenizer \(m.gguf: it {way}; supported are .*deepseek-r1-qwen"
+    message = rf"The target has no tokenizer \(m.gguf: it {way}; supported are .*deepseek-r1-qwen"
     assert load_target_text(path).tokenizer_reason == target.tokenizer_reason
     with Engine(target, load_drafter("none", target=target), 1) as engine:
         params = SamplingParams(temperature=0, max_new_tokens=4)
         assert len(engine.generate([[5, 6, 7]], params)[0].token_ids) == 4
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             engine.generate(["Hi"], params)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"tokenizer.ggml.tokens": []}, "the file holds none"),
         ({"tokenizer.ggml.model": "bert"}, "it is of the kind 'bert'; supported are gpt2, llama and gemma4"),
@@ -315,9 +317,9 @@ def test_unknown_ways_to_cut_text(pre: str | None, tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-1000.0] * 400}, "its tokens have no scores"),
     ],
 )
-def test_no_tokenizer(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_no_tokenizer(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         gguf_tokenizer({**open_gguf(path).metadata, **changed})
 
 
@@ -333,16 +335,16 @@ def as_text(tokenizer: PreTrainedTokenizerBase, *ends: int) -> TargetText:
 
 @pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "gpt-2", "smollm", "llama-bpe", "tekken"])
 def test_bytes_are_written_and_read_back(pre: str) -> None:
-    """The way to cut text is found out by trying."""
-    wanted = bundled_like(pre)
-    said, note = tokenizer_metadata(as_text(wanted, 2), len(wanted) + 3, "qwen3")
-    assert said["tokenizer.ggml.pre"] == pre and note is None
-    assert said["tokenizer.ggml.tokens"][-1] == f"[PAD{len(wanted) + 2}]"
-    found = gguf_tokenizer(said)
+    """The pre-tokenization is recognized by its results."""
+    expected = bundled_like(pre)
+    metadata, note = tokenizer_metadata(as_text(expected, 2), len(expected) + 3, "qwen3")
+    assert metadata["tokenizer.ggml.pre"] == pre and note is None
+    assert metadata["tokenizer.ggml.tokens"][-1] == f"[PAD{len(expected) + 2}]"
+    actual = gguf_tokenizer(metadata)
     for text in (*TEXTS, "a <think> of two words"):
-        assert found(text)["input_ids"] == wanted(text)["input_ids"], text
-    assert found.get_vocab() == wanted.get_vocab() and found.chat_template == wanted.chat_template
-    assert (found.eos_token, found.pad_token, found.mask_token) == ("<|im_end|>", "<|endoftext|>", "<|mask|>")
+        assert actual(text)["input_ids"] == expected(text)["input_ids"], text
+    assert actual.get_vocab() == expected.get_vocab() and actual.chat_template == expected.chat_template
+    assert (actual.eos_token, actual.pad_token, actual.mask_token) == ("<|im_end|>", "<|endoftext|>", "<|mask|>")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -352,29 +354,29 @@ def test_sentencepiece_is_written_and_read_back(family: str, spaced: bool) -> No
     vocab = pieces_of(TEXTS[:3], specials)
     merges = generate_merges(vocab, {token: -float(i) for token, i in vocab.items()})
     made: Any = GemmaTokenizer if family == "gemma2" else LlamaTokenizer
-    wanted = made(vocab=vocab, merges=merges, **({} if family == "gemma2" else {"add_prefix_space": spaced}))
-    said, note = tokenizer_metadata(as_text(wanted, vocab[specials[1]]), len(wanted), family)
-    assert note is None and said["tokenizer.ggml.model"] == "llama"
-    assert said["tokenizer.ggml.add_bos_token"] is (wanted("a")["input_ids"][0] == wanted.bos_token_id)
-    kinds = dict(zip(said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"], strict=True))
+    expected = made(vocab=vocab, merges=merges, **({} if family == "gemma2" else {"add_prefix_space": spaced}))
+    metadata, note = tokenizer_metadata(as_text(expected, vocab[specials[1]]), len(expected), family)
+    assert note is None and metadata["tokenizer.ggml.model"] == "llama"
+    assert metadata["tokenizer.ggml.add_bos_token"] is (expected("a")["input_ids"][0] == expected.bos_token_id)
+    kinds = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
     assert (kinds["<unk>"], kinds["<0x0A>"], kinds[specials[2]]) == (
         TokenType.UNKNOWN,
         TokenType.BYTE,
         TokenType.CONTROL,
     )
-    found = gguf_tokenizer({**said, "general.architecture": family})
+    actual = gguf_tokenizer({**metadata, "general.architecture": family})
     for text in TEXTS:
-        assert found(text)["input_ids"] == wanted(text)["input_ids"], text
+        assert actual(text)["input_ids"] == expected(text)["input_ids"], text
 
 
 def test_tokenizers_that_have_no_name() -> None:
-    """Those that cut rare texts otherwise are written with a note, others are refused."""
+    """Tokenizers that differ on rare texts are written with a note; others are refused."""
     rare, other = bundled_like("qwen2"), bundled_like("qwen2")
     rare.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\u00a0", "isolated"), SPLITS["qwen2"].pre_tokenizer()]
     )
-    said, note = tokenizer_metadata(as_text(rare, 2), len(rare), "qwen3")
-    assert said["tokenizer.ggml.pre"] in ("qwen2", "deepseek-r1-qwen")
+    metadata, note = tokenizer_metadata(as_text(rare, 2), len(rare), "qwen3")
+    assert metadata["tokenizer.ggml.pre"] in ("qwen2", "deepseek-r1-qwen")
     assert note is None or "rare texts become other tokens there" in note
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("o", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -1,4 +1,4 @@
-"""GGUF files of targets as they are written here: against llama.cpp's own way, and against transformers."""
+"""GGUF files written by blockdraft equal those of llama.cpp's converter, and give transformers' logits."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from blockdraft.targets import load_target, open_checkpoint, write_gguf_target
 
 
 def write(folder: Path, name: str, **differences: Any) -> Path:
-    """A model's folder, and its file."""
+    """Write a model as a folder and as a GGUF file, and return the file."""
     model_of(name, **differences).save_pretrained(folder)
     with open_checkpoint(folder) as source:
         write_gguf_target(folder / "m.gguf", source, {"general.name": "tiny"}, "f32")
@@ -42,20 +42,20 @@ WRITABLE = [name for name in MODELS if name not in UNWRITABLE]
 
 @pytest.mark.parametrize("name", thinned(WRITABLE, keep=2))
 def test_what_is_written_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
-    """The file that the tests write as llama.cpp's converter does says the same, with the same tensors."""
+    """Metadata and tensors equal those of a file that is written as by llama.cpp's converter."""
     path, twin = write(tmp_path, name), tmp_path / "twin.gguf"
     model, (_, metadata, extra) = model_of(name), MODELS[name]
     write_gguf(twin, model, metadata=metadata, extra=extra)
-    found, wanted = open_gguf(path), open_gguf(twin)
-    assert set(found.tensors) == set(wanted.tensors)
-    for tensor, theirs in zip(found.tensors.values(), map(wanted.tensors.get, found.tensors), strict=True):
+    actual, expected = open_gguf(path), open_gguf(twin)
+    assert set(actual.tensors) == set(expected.tensors)
+    for tensor, theirs in zip(actual.tensors.values(), map(expected.tensors.get, actual.tensors), strict=True):
         assert theirs is not None
         torch.testing.assert_close(tensor.read(), theirs.read(), rtol=1e-6, atol=0)
     other_words = {"llama-old-linear": "rope.scale_linear", "llama-unscaled": "rope.scaling"}
-    for key, value in wanted.metadata.items():
+    for key, value in expected.metadata.items():
         if other_words.get(name, "none") not in key:
-            said = found.metadata[key]
-            assert said == (value[0] if isinstance(value, list) and isinstance(said, int) else value), key
+            own = actual.metadata[key]
+            assert own == (value[0] if isinstance(value, list) and isinstance(own, int) else value), key
     tokens = torch.randint(0, SMALL["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model(tokens).logits
@@ -64,7 +64,7 @@ def test_what_is_written_computes_what_transformers_does(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "differences", "said"),
+    ("name", "differences", "message"),
     [
         ("mistral", {"sliding_window": 8}, "it would lose windows"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "it would lose windows"),
@@ -90,10 +90,10 @@ def test_what_is_written_computes_what_transformers_does(name: str, tmp_path: Pa
         ("gemma3_text", {"query_pre_attn_scalar": 20}, "it would lose query_scale"),
     ],
 )
-def test_what_the_format_cannot_say(name: str, differences: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_the_format_cannot_say(name: str, differences: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(name, **SMALL | MODELS[name][0] | differences)
     assert config.model_type == name
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         write(tmp_path, name, **differences)
 
 

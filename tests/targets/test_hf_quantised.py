@@ -41,7 +41,7 @@ def by_compressed_tensors(family: str, folder: Path) -> None:
     ]
 )
 def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> HFTarget:
-    """With attention alone, with experts, and with recurrent states."""
+    """Return a quantized target with attention only, with experts, or with recurrent states."""
     write, family = request.param
     write(family, tmp_path)
     target = load_target(tmp_path / "few", "float32", "cpu", "hf")

@@ -1,4 +1,4 @@
-"""Recurrent states of transformers' models are those of what was committed, whatever else was scored."""
+"""Recurrent states of transformers' models depend on committed tokens only, not on scored ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,10 +29,10 @@ CLOSE = {"atol": 2e-3, "rtol": 1e-3}
 
 
 def paths(parents: Sequence[int]) -> list[list[int]]:
-    found: list[list[int]] = []
+    actual: list[list[int]] = []
     for node, parent in enumerate(parents):
-        found.append([*(found[parent] if parent >= 0 else []), node])
-    return found
+        actual.append([*(actual[parent] if parent >= 0 else []), node])
+    return actual
 
 
 def test_a_state_is_where_releases_before_5_21_look_for_it() -> None:
@@ -52,7 +52,7 @@ def test_nodes_of_trees_and_lines_are_scored_as_their_paths_alone(family: str, s
 
 
 def check_scores(target: Target, model: PreTrainedModel, scatter: Callable[..., Any]) -> None:
-    """Rows come and go, and commit different paths of different trees."""
+    """Check scores while sequences come and go, and commit different paths of different trees."""
     random = torch.Generator().manual_seed(1)
     cache = scatter(target.new_cache(1, 200), (90, 50), (10, 60))
     texts: dict[int, list[int]] = {90: [], 10: []}
@@ -129,8 +129,8 @@ def test_the_model_is_left_as_it_was() -> None:
 
     def by_transformers() -> Tensor:
         with torch.no_grad():
-            found: Tensor = target.model.generate(ids, max_new_tokens=8, do_sample=False)
-        return found
+            actual: Tensor = target.model.generate(ids, max_new_tokens=8, do_sample=False)
+        return actual
 
     expected, cache = by_transformers(), target.new_cache(1, 20)
     target.forward(ids, chain(ids).parents, cache)

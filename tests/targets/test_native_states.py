@@ -1,4 +1,4 @@
-"""Recurrent states of our own decoder are those of what was committed, whatever else was scored."""
+"""Recurrent states of the native decoder depend on committed tokens only, not on scored ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_drafting_changes_no_answer(folder: Path, exact: bool, budget: int) -> N
 
 @HOW
 def test_rows_keep_any_beginning_of_a_long_line(folder: Path, exact: bool) -> None:
-    """Longer than what is computed at once."""
+    """The line is longer than a chunk."""
     target, model = native(folder, exact), make_model(FAMILY)
     count, kept = 2 * CHUNK + 9, [2 * CHUNK + 9, CHUNK + 3, 2]
     tokens = torch.randint(3, 61, (3, count), generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def test_rows_keep_any_beginning_of_a_long_line(folder: Path, exact: bool) -> No
 
 
 def test_exact_states_have_the_same_bits_however_they_came_about(folder: Path) -> None:
-    """By single tokens, as a line beside others, or along a path of a tree that takes several pieces."""
+    """Token by token, as a line, or along a path of a tree that takes several pieces."""
     target, random = native(folder, exact=True), torch.Generator().manual_seed(1)
     text = torch.randint(3, 61, (1, 24), generator=random)
 

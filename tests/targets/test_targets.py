@@ -1,4 +1,4 @@
-"""Which backend runs a model: files of the folder, asked in the order of their ranks."""
+"""Choice of the backend: files of the folder, asked by rank."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from blockdraft.targets.native import NativeTarget
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **ranks: int | None) -> list[tuple[str, LoadOptions]]:
-    """Backends with these ranks that know no model. Returns who is asked, and what for."""
+    """Add backends of these ranks that know no model. Return the list of calls to them."""
     asked: list[tuple[str, LoadOptions]] = []
 
     def made(name: str, rank: int | None) -> SimpleNamespace:
@@ -83,7 +83,7 @@ def test_models_of_transformers_and_targets_are_targets(tiny_target_dir: Path) -
 
 
 @pytest.mark.parametrize(
-    ("named", "instructions", "wanted", "told"),
+    ("named", "instructions", "expected", "message"),
     [
         ("float32", True, torch.float32, ""),
         ("bfloat16", True, torch.bfloat16, ""),
@@ -95,8 +95,8 @@ def test_models_of_transformers_and_targets_are_targets(tiny_target_dir: Path) -
 def test_the_dtype_of_the_checkpoint_is_the_default(
     named: str | None,
     instructions: bool,
-    wanted: torch.dtype,
-    told: str,
+    expected: torch.dtype,
+    message: str,
     tiny_target_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -109,8 +109,8 @@ def test_the_dtype_of_the_checkpoint_is_the_default(
     monkeypatch.setattr(targets, "multiplies_bfloat16", lambda: instructions)
     for backend in ("native", "hf"):
         caplog.clear()
-        assert load_target(folder, device="cpu", backend=backend, compile="off").dtype == wanted
-        assert told in caplog.text and bool(told) == bool(caplog.text)
+        assert load_target(folder, device="cpu", backend=backend, compile="off").dtype == expected
+        assert message in caplog.text and bool(message) == bool(caplog.text)
     caplog.clear()
     assert load_target(folder, "float16", "cpu", "hf").dtype == torch.float16 and not caplog.text
     rounded = load_target(folder, device="cpu", quantize="int8")

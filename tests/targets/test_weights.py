@@ -18,7 +18,7 @@ peft: Any = pytest.importorskip("peft")
 
 
 def wrap(make: Callable[..., Any], folder: Path, *how: Any) -> Any:
-    """A model in PEFT's hands, without its warning about a name of transformers."""
+    """Return a model wrapped by PEFT, without its warning about a name of transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return make(AutoModelForCausalLM.from_pretrained(folder), *how)
@@ -26,7 +26,7 @@ def wrap(make: Callable[..., Any], folder: Path, *how: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def make_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Callable[..., Path]:
-    """Writes an adapter of `tiny_target_dir` with random weights, from a configuration of PEFT."""
+    """Return a function that writes a random adapter of `tiny_target_dir` from a PEFT configuration."""
 
     def make(config: Any) -> Path:
         folder = tmp_path_factory.mktemp("adapter")
@@ -92,13 +92,13 @@ def test_what_is_no_adapter_of_the_model_is_refused(
     tiny_target_dir: Path, lora: Path, make_adapter: Callable[..., Path], tmp_path: Path
 ) -> None:
     prompts = make_adapter(peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    for adapter, told in (
+    for adapter, message in (
         (tiny_target_dir, "has no adapter_config.json"),
         (tmp_path / "nowhere", "There is no folder .*nowhere"),
         ("./nowhere", "There is no folder ./nowhere"),
         (prompts, "cannot be merged into"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             load_target(tiny_target_dir, device="cpu", adapter=adapter)
     with pytest.raises(ValueError, match="cannot be merged into .*size mismatch"):
         load_target(device="cpu", adapter=lora)  # the bundled target is wider

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 265
-LOUD = 7  # words that are said far more often than others, so that draft tokens at random come true now and then
+LOUD = 7  # tokens that are far likelier than others, so that random draft tokens are accepted now and then
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -109,7 +109,7 @@ MLX_KEYS: dict[str, dict[str, Any]] = {
 
 
 def make_model(family: str) -> PreTrainedModel:
-    """The same model at each call."""
+    """Return the tiny model of a family, the same at each call."""
     fields = {name: value for name, value in (SMALL | FAMILIES[family]).items() if name != "head_dim" or value}
     with torch.random.fork_rng():
         torch.manual_seed(0)

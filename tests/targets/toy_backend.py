@@ -23,7 +23,7 @@ MODEL_TYPE = "toy-recurrent"
 
 
 class ToyCache(KVCache):
-    """The state of each sequence after its committed tokens, and those of the nodes of the last forward."""
+    """Holds the state of each sequence, and the states of the nodes of the last forward pass."""
 
     def __init__(self, batch: int, capacity: int) -> None:
         super().__init__(batch, capacity)
@@ -84,7 +84,7 @@ class ToyTarget(Target):
             for node, (token, parent) in enumerate(zip(own, above, strict=True)):
                 before = states[place, parent] if parent >= 0 else cache.states.get(start)
                 before = np.zeros(self.hidden_size, np.float32) if before is None else before
-                # One product a node, so that a node has the same bits wherever it stands.
+                # One product per node, so that the bits of a node do not depend on its place.
                 states[place, node] = np.tanh(self.turn @ before + self.table[token])
             cache.nodes[start] = states[place]
         scored = states if logits_at is None else states[np.arange(len(states)), logits_at.numpy()][:, None]

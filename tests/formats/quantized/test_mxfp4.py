@@ -84,8 +84,8 @@ def test_incomplete_checkpoints_are_refused(folders: tuple[Path, Path]) -> None:
     packed, _ = folders
     tensors = load_file(packed / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj_scales"
-    for scales, said in ((tensors[name][:, :-1], f"{name} is of U8"), (None, f"its checkpoint lacks {name}")):
+    for scales, message in ((tensors[name][:, :-1], f"{name} is of U8"), (None, f"its checkpoint lacks {name}")):
         own = {key: tensor for key, tensor in tensors.items() if key != name}
         save_file(own if scales is None else own | {name: scales.contiguous()}, packed / "model.safetensors")
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             load_target(packed, "float32", "cpu", "native")

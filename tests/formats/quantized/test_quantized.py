@@ -1,4 +1,4 @@
-"""Weights quantized as other programs write them, against packing done value by value."""
+"""Quantized checkpoints of other programs, against packing done value by value."""
 
 import json
 import shutil
@@ -117,9 +117,9 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], Callable[[Drawn], Parts]]] = [
 
 
 def read(raw: dict[str, Any], parts: Parts) -> QuantizedWeight:
-    found = read_quantized(raw, of_file(parts))[f"{NAME}.weight"]
-    weight = found.read()
-    assert isinstance(weight, QuantizedWeight) and found.kind == FEW_BITS and found.shape == tuple(weight.shape)
+    actual = read_quantized(raw, of_file(parts))[f"{NAME}.weight"]
+    weight = actual.read()
+    assert isinstance(weight, QuantizedWeight) and actual.kind == FEW_BITS and actual.shape == tuple(weight.shape)
     return weight
 
 
@@ -218,7 +218,7 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
 
 
 @pytest.mark.parametrize(
-    ("raw", "pack", "change", "told"),
+    ("raw", "pack", "change", "message"),
     [
         ({"quant_method": "bitsandbytes"}, gptq, None, "quantized by bitsandbytes, which is none of awq, compressed-"),
         ({"quant_method": "fp8"}, gptq, None, "quantized by fp8"),
@@ -277,12 +277,12 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
     ],
 )
 def test_what_is_not_read_is_named(
-    raw: dict[str, Any], pack: Callable[[Drawn], Parts], change: Callable[[Parts], None] | None, told: str
+    raw: dict[str, Any], pack: Callable[[Drawn], Parts], change: Callable[[Parts], None] | None, message: str
 ) -> None:
     parts = pack(Drawn(4, False))
     if change is not None:
         change(parts)
-    with pytest.raises(NotRead, match=told):
+    with pytest.raises(NotRead, match=message):
         read(raw, parts)
 
 
@@ -294,16 +294,11 @@ def test_groups_larger_than_kernels_add_up() -> None:
 
 # Whole models.
 
-PROJECTIONS = {
-    "self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "mlp": ["gate_proj", "up_proj", "down_proj"],
-}
-
 
 def quantized_model(
     folder: Path, plain: Path, raw: dict[str, Any], pack: Callable[[Drawn, str], Parts], keep: str = "none"
 ) -> dict[str, Tensor]:
-    """Copy a model with all linear layers replaced by random ones quantized. Returns their numbers by name."""
+    """Copy a model with random quantized linear layers, and return their dequantized weights by name."""
     shutil.copytree(plain, folder)
     tensors, numbers = load_file(plain / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith("proj.weight") and keep not in name]:
@@ -321,8 +316,8 @@ def quantized_model(
 def logits_of(target: Any) -> Tensor:
     tokens = torch.arange(20, 40)[None]
     parents = torch.arange(-1, 19)[None]
-    found: Tensor = target.forward(tokens, parents, target.new_cache(1, 20)).logits
-    return found
+    actual: Tensor = target.forward(tokens, parents, target.new_cache(1, 20)).logits
+    return actual
 
 
 PACKS: dict[str, tuple[dict[str, Any], Callable[[Drawn, str], Parts]]] = {

@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -32,19 +32,19 @@ needs_gcc = pytest.mark.skipif("fma" not in processor_flags() or shutil.which("g
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Library]:
-    folder, found = tmp_path_factory.mktemp("libraries"), dict[str, Library]()
+    folder, made = tmp_path_factory.mktemp("libraries"), dict[str, Library]()
     for name, (options, needed) in WAYS.items():
         if {*needed} <= processor_flags():
             lanes = () if any("MOST_LANES" in option for option in options) else ("-DMOST_LANES=16",)
             defines = ["-DWEIGHT=1", "-DNARROW=1", "-DSTORE=1", "-DINTEGERS=0", *lanes]
-            out = folder / f"{len(found)}.so"
+            out = folder / f"{len(made)}.so"
             subprocess.run(command("gcc", out, *options, *VECTORS, *PARALLEL, *defines), check=True)
-            found[name] = Library(out)
-    return found
+            made[name] = Library(out)
+    return made
 
 
 def layers() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Weights, biases and rows of inputs."""
+    """Yield weights, biases and inputs."""
     generator = torch.Generator().manual_seed(0)
     for inputs, outputs in SHAPES:
         weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
@@ -85,19 +85,17 @@ def test_sums_run_in_the_order_of_amx(libraries: dict[str, Library]) -> None:
 
 @needs_gcc
 @pytest.mark.parametrize("threads", [1, 3])
-def test_all_instructions_compute_the_same_bits_for_any_rows(libraries: dict[str, Library], threads: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        for weight, bias, x in layers():
-            whole = product(next(iter(libraries.values())), weight, bias, x)
-            assert torch.isfinite(whole).all()
-            for library in libraries.values():
-                for rows in ROWS:
-                    assert torch.equal(product(library, weight, bias, x[:rows]), whole[:rows])
-                    assert torch.equal(product(library, weight, bias, x[-rows:]), whole[-rows:])
-    finally:
-        torch.set_num_threads(before)
+def test_all_instructions_compute_the_same_bits_for_any_rows(
+    libraries: dict[str, Library], threads: int, set_threads: Callable[[int], None]
+) -> None:
+    set_threads(threads)
+    for weight, bias, x in layers():
+        whole = product(next(iter(libraries.values())), weight, bias, x)
+        assert torch.isfinite(whole).all()
+        for library in libraries.values():
+            for rows in ROWS:
+                assert torch.equal(product(library, weight, bias, x[:rows]), whole[:rows])
+                assert torch.equal(product(library, weight, bias, x[-rows:]), whole[-rows:])
 
 
 @needs_gcc
@@ -108,7 +106,7 @@ def test_what_is_not_finite_stays_in_its_row(libraries: dict[str, Library], stra
         usual = x.clone()
         x[1, -1] = strange.view(torch.float32) if isinstance(strange, Tensor) else strange
         for library in libraries.values():
-            found, right = product(library, weight, None, x[:20]), product(library, weight, None, usual[:20])
-            assert not torch.isfinite(found[1]).any()
+            actual, right = product(library, weight, None, x[:20]), product(library, weight, None, usual[:20])
+            assert not torch.isfinite(actual[1]).any()
             others = [row for row in range(20) if row != 1]
-            assert torch.equal(found[others], right[others])
+            assert torch.equal(actual[others], right[others])

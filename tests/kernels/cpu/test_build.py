@@ -1,4 +1,4 @@
-"""The compiler runs once for a machine; where it is of no use, that is said."""
+"""The library is compiled once per machine; a compiler that fails is named."""
 
 import ctypes
 import hashlib
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from blockdraft.kernels.cpu import build as building
-from blockdraft.kernels.cpu import library, sources
+from blockdraft.kernels.cpu import sources
 from blockdraft.kernels.cpu.build import Build
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.targets import load_target
@@ -23,9 +24,9 @@ from blockdraft.targets import load_target
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the libraries, empty. The compiler optimises nothing, which takes a tenth of the time."""
+    """Return the empty folder of libraries. The compiler does not optimize, which takes a tenth of the time."""
     script = tmp_path / "compiler"
-    script.write_text('#!/bin/sh\nexec gcc "$@" -O0\n')
+    script.write_text(f'#!/bin/sh\necho >> {tmp_path / "calls"}\nexec gcc "$@" -O0\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
@@ -36,6 +37,11 @@ def compiled() -> Build:
     build = Build(torch.float32, torch.float32, torch.float32)
     assert build.library() is not None, build.reason
     return build
+
+
+def num_calls(folder: Path) -> int:
+    """Return how often the compiler was called."""
+    return (folder.parent / "calls").read_text().count("\n")
 
 
 @pytest.mark.slow
@@ -57,42 +63,28 @@ def test_each_dtype_and_head_size_has_a_library_of_its_own(folder: Path) -> None
     assert [each and each.inputs_dtype for each in libraries[1::2]] == [torch.bfloat16, torch.float32]
 
 
-def compiles(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows with each call of the compiler from now on."""
-    calls: list[object] = []
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: calls.append(args) or run(*args, **kwargs))
-    return calls
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_library_that_was_cut_short_is_compiled_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
-    """The system would load most of such a file, and end the process when what is missing is used."""
+def test_a_library_that_was_cut_short_is_compiled_again(folder: Path) -> None:
+    """The system would load an incomplete file, and end the process when a missing part is used."""
     compiled()
     [path] = folder.iterdir()
     whole = path.read_bytes()
     path.unlink()
-    path.write_bytes(whole[: int(share * len(whole))])
-    calls = compiles(monkeypatch)
+    path.write_bytes(whole[: len(whole) // 2])
     compiled()
-    assert len(calls) == 1 and [each.read_bytes() for each in folder.iterdir()] == [whole]
+    assert num_calls(folder) == 2 and [path.read_bytes() for path in folder.iterdir()] == [whole]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("found", ["without a function", "of another version"])
-def test_a_library_of_another_version_is_compiled_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, found: str
-) -> None:
+@pytest.mark.parametrize("actual", ["without a function", "of another version"])
+def test_a_library_of_another_version_is_compiled_again(folder: Path, actual: str) -> None:
     compiled()
     [path] = folder.iterdir()
     source, text = folder.parent / "other.c", sources.SOURCE.read_text()
     for header in sources.INCLUDED:
         changed = header.read_text().replace("FIELD(S, i64, room)", "FIELD(S, int32_t, room)")
         (folder.parent / header.name).write_text(changed)
-    source.write_text("void decoder_forward(void) {}" if found == "without a function" else text)
+    source.write_text("void decoder_forward(void) {}" if actual == "without a function" else text)
     kinds = sources.defines(torch.float32, torch.float32, torch.float32, 16, False)
     other = folder.parent / "other.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", *kinds, "-o", other, source, "-lm"], check=True)
@@ -101,26 +93,13 @@ def test_a_library_of_another_version_is_compiled_again(
     path.unlink()
     placed = folder / f"{name}-{hashlib.sha256(other.read_bytes()).hexdigest()[:16]}.so"
     shutil.move(other, placed)
-    calls = compiles(monkeypatch)
     compiled()
-    assert len(calls) == 1 and path.exists()
-
-
-@pytest.mark.slow
-def test_what_was_compiled_must_have_the_structs_of_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd(ctypes.Structure):
-        _fields_ = [*library.STRUCTS["Model"]._fields_, ("more", ctypes.c_int64)]  # type: ignore[misc]
-
-    check = library.check_structs
-    monkeypatch.setattr(library, "check_structs", lambda made: check(made, {**library.STRUCTS, "Model": Odd}))
-    with pytest.raises(AssertionError, match=r"struct Model: .*'more'"):
-        Build(torch.float32, torch.float32, torch.float32).library()
-    assert list(folder.iterdir()) == []
+    assert num_calls(folder) == 2 and path.exists()
 
 
 @pytest.fixture
 def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A compiler that is at work until the function is called."""
+    """Set a compiler that finishes only after the returned function is called."""
     folder.mkdir()
     let_go, script = folder.parent / "go", folder.parent / "slow-compiler"
     script.write_text(f'#!/bin/sh\nwhile ! [ -e {let_go} ]; do sleep 0.05; done\nexec gcc "$@" -O0\n')
@@ -134,25 +113,22 @@ def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 @pytest.mark.slow
 def test_a_target_waits_for_the_compiler_and_says_so_once(
-    slow_compiler: Callable[[], None],
-    tiny_target_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    slow_compiler: Callable[[], None], tiny_target_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = threading.Event()
-    tell = building._log_compiling
-    monkeypatch.setattr(building, "_log_compiling", lambda: (tell(), told.set()))
-    found: list[Any] = []
-    loads = [threading.Thread(target=lambda: found.append(load_target(tiny_target_dir, device="cpu"))) for _ in "ab"]
+    actual: list[Any] = []
+    loads = [threading.Thread(target=lambda: actual.append(load_target(tiny_target_dir, device="cpu"))) for _ in "ab"]
     for load in loads:
         load.start()
-    assert told.wait(60)
-    assert found == []  # it does not go on without
+    until = time.monotonic() + 60
+    while not caplog.records:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert actual == []  # it does not go on without
     slow_compiler()
     for load in loads:
         load.join()
     building.begun.cache_clear()
-    assert all(target.compiled is not None and target.compile_reason is None for target in found)
+    assert all(target.compiled is not None and target.compile_reason is None for target in actual)
     messages = [(record.levelno, record.getMessage()) for record in caplog.records]
     [(level, message)] = messages
     assert level == logging.WARNING and message.startswith(

@@ -1,4 +1,4 @@
-"""The compiled forward against the decoder's own, and against itself with other nodes beside a token."""
+"""The compiled forward pass against torch, and against itself with other nodes next to a token."""
 
 import math
 import shutil
@@ -21,7 +21,7 @@ PROMPTS = [list(range(5, 25)), list(range(40, 47)), list(range(60, 91))]
 
 
 def read(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[object, TargetOutput]:
-    """A cache that holds these prompts, as one batch, and the last node's output."""
+    """Return a cache with these prompts as one batch, and the output of the last tokens."""
     cache = target.new_cache(len(prompts), 128)
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
@@ -81,7 +81,7 @@ def test_a_tree_has_the_bits_of_each_of_its_paths(target: Target) -> None:
 
 @pytest.mark.parametrize("length", [0, 5, 41, 59, 64, 100])
 def test_a_path_through_a_tree_has_the_bits_of_a_line_wherever_its_nodes_lie(target: Target, length: int) -> None:
-    """Sums over slots, 64 of which share what rounds their weights, must not know where ancestors lie."""
+    """Sums over KV slots, 64 of which share a scale, must not depend on where ancestors lie."""
     generator = torch.Generator().manual_seed(length)
     for _ in range(3):
         path = torch.randint(4, 200, (8,), generator=generator).tolist()
@@ -94,14 +94,14 @@ def test_a_path_through_a_tree_has_the_bits_of_a_line_wherever_its_nodes_lie(tar
             parents.append(places[-1] if depth else -1)
             places.append(len(tokens) - 1)
         text = torch.randint(4, 200, (1, length), generator=generator)
-        found = []
+        actual = []
         for proposal in ((torch.tensor([tokens]), torch.tensor([parents])), pair(chain(torch.tensor([path])))):
             cache = target.new_cache(1, 256)
             if length:
                 target.forward(*pair(chain(text)), cache)
                 cache.commit([list(range(length))])
-            found.append(target.forward(*proposal, cache, TARGET_LAYERS))
-        tree, line = found
+            actual.append(target.forward(*proposal, cache, TARGET_LAYERS))
+        tree, line = actual
         assert torch.equal(tree.logits[0, places], line.logits[0])
         assert tree.hidden_states is not None and line.hidden_states is not None
         assert torch.equal(tree.hidden_states[0, places], line.hidden_states[0])
@@ -174,8 +174,8 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
     cache, _ = read(target, PROMPTS)
     memory = cache._layers[0][0]  # type: ignore[attr-defined]
     memory[:, :, cache.starts[1], -4:] = torch.tensor([0, 0, -64, 127], dtype=torch.int8)  # the factor is NaN
-    found = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
-    assert found[1].isnan().any() and torch.equal(found[[0, 2]], right[[0, 2]])
+    actual = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
+    assert actual[1].isnan().any() and torch.equal(actual[[0, 2]], right[[0, 2]])
 
 
 def test_keys_and_values_in_8_bits_are_for_compiled_targets(tiny_target_dir: Path) -> None:
@@ -190,12 +190,12 @@ def test_keys_and_values_in_8_bits_are_for_compiled_targets(tiny_target_dir: Pat
 
 
 def test_a_checkpoint_in_bfloat16_is_kept_in_it_for_the_same_float32_numbers(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, tmp_path: Path
 ) -> None:
-    AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    kept = load_target(tmp_path, "float32", "cpu", "native", compile="on")
-    monkeypatch.setattr("blockdraft.targets.native_files.is_bfloat16", lambda *_: False)
-    widened = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "narrow")
+    model.float().save_pretrained(tmp_path / "wide")
+    kept, widened = (load_target(tmp_path / name, "float32", "cpu", "native", "on") for name in ("narrow", "wide"))
     assert "weights kept in bfloat16" in kept.running and "bfloat16" not in widened.running
     (_, ours), (_, theirs) = read(kept, PROMPTS), read(widened, PROMPTS)
     assert_same_bits(ours, theirs)
@@ -217,25 +217,25 @@ def test_the_best_token_is_the_first_of_the_largest_logits_or_none(
         nodes = chain(torch.arange(1, 101)[None])
         return target.forward(nodes.tokens, nodes.parents, target.new_cache(1, 128), ())
 
-    found = output()
-    assert found.best is not None and found.best.tolist() == found.logits.argmax(-1).tolist()
-    assert found.best.unique().numel() > 10
-    first = int(found.best[0, 0])
+    actual = output()
+    assert actual.best is not None and actual.best.tolist() == actual.logits.argmax(-1).tolist()
+    assert actual.best.unique().numel() > 10
+    first = int(actual.best[0, 0])
     for twin in (last, last - 9):  # in what is left over of the vectors, and in them
         head[twin] = head[first]
-    found = output()
-    largest = found.logits == found.logits.amax(-1, keepdim=True)
-    assert int(largest[0, 0].sum()) == 3 and found.best is not None
-    assert found.best.tolist() == largest.int().argmax(-1).tolist()
+    actual = output()
+    largest = actual.logits == actual.logits.amax(-1, keepdim=True)
+    assert int(largest[0, 0].sum()) == 3 and actual.best is not None
+    assert actual.best.tolist() == largest.int().argmax(-1).tolist()
     for token in (last, 3):
         kept, head[token] = head[token].clone(), math.nan
-        found = output()
-        assert found.logits[..., token].isnan().all() and found.best is not None and bool((found.best == -1).all())
+        actual = output()
+        assert actual.logits[..., token].isnan().all() and actual.best is not None and bool((actual.best == -1).all())
         head[token] = kept * 1e38  # infinite where it is positive
-        found = output()
-        infinite = (found.logits == torch.inf).any(-1) | found.logits.isnan().any(-1)
-        assert 0 < int(infinite.sum()) < 100 and found.best is not None
-        assert torch.equal(found.best == -1, infinite)
+        actual = output()
+        infinite = (actual.logits == torch.inf).any(-1) | actual.logits.isnan().any(-1)
+        assert 0 < int(infinite.sum()) < 100 and actual.best is not None
+        assert torch.equal(actual.best == -1, infinite)
         head[token] = kept
 
 
@@ -258,24 +258,24 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
     target = load_target(tiny_target_dir, compile="on")
 
     def answer(number: int) -> list[torch.Tensor]:
-        found: list[Any] = []
+        actual: list[Any] = []
         for step in range(20):
             cache, count = target.new_cache(1, 256), 60 + 25 * number + step
             for nodes in (chain(torch.arange(count)[None]), chain(torch.arange(number, number + 5)[None])):
                 output = target.forward(*pair(nodes), cache, TARGET_LAYERS)  # type: ignore[arg-type]
-                found += [output.logits, output.hidden_states, output.best]
+                actual += [output.logits, output.hidden_states, output.best]
                 cache.commit([range(nodes.tokens.size(1))])
-        return found
+        return actual
 
     with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(answer, range(6)))
-    for number, found in enumerate(together):
-        assert all(map(torch.equal, found, answer(number)))
+    for number, actual in enumerate(together):
+        assert all(map(torch.equal, actual, answer(number)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value: float) -> None:
-    """One draft token has no numbers; its siblings, what came before it and other rows are as without it."""
+    """If a draft token has NaN, its siblings, its ancestors and other sequences keep their numbers."""
     tokens, parents = torch.tensor([[9, 10, 11, 12, 13, 14]] * 2), torch.tensor([[-1, 0, 0, 1, 2, 4]] * 2)
     cache, _ = read(target, PROMPTS[:2])
     right = target.forward(tokens, parents, cache, TARGET_LAYERS)
@@ -284,9 +284,9 @@ def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value
     place = weight if isinstance(weight, torch.Tensor) else weight.scale
     place[250 // place.size(2), :, 250 % place.size(2)] = value
     tokens[0, 1] = 250  # which node 3 sees, and no other
-    found = target.forward(tokens, parents, cache, TARGET_LAYERS)
-    assert not found.logits[0, [1, 3]].isfinite().any() and found.best[0, [1, 3]].tolist() == [-1, -1]
-    for ours, theirs in ((found.logits, right.logits), (found.hidden_states, right.hidden_states)):
+    actual = target.forward(tokens, parents, cache, TARGET_LAYERS)
+    assert not actual.logits[0, [1, 3]].isfinite().any() and actual.best[0, [1, 3]].tolist() == [-1, -1]
+    for ours, theirs in ((actual.logits, right.logits), (actual.hidden_states, right.hidden_states)):
         assert torch.equal(ours[0, [0, 2, 4, 5]], theirs[0, [0, 2, 4, 5]]) and torch.equal(ours[1], theirs[1])
     cache.commit([[0, 2, 4], [0, 1]])  # type: ignore[attr-defined]
     assert target.forward(tokens[:, :1], parents[:, :1], cache, TARGET_LAYERS).logits.isfinite().all()

@@ -3,7 +3,8 @@
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -31,11 +32,18 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 19)
 GROUPS = (8, 16, 24, 32, 128)
 
 
-def compiled(folder: Path, processor: str, lanes: int) -> Library:
-    out = folder / f"{processor}-{lanes}.so"
-    defines = ["-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", f"-DMOST_LANES={lanes}", "-DINTEGERS=1"]
-    subprocess.run(command("gcc", out, f"-march={processor}", *VECTORS, *PARALLEL, *defines), check=True)
-    return Library(out)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Library]:
+    """Return a function that compiles the library for a processor and a number of lanes, once."""
+    folder = tmp_path_factory.mktemp("libraries")
+
+    def compiled(processor: str, lanes: int) -> Library:
+        out = folder / f"{processor}-{lanes}.so"
+        defines = ["-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", f"-DMOST_LANES={lanes}", "-DINTEGERS=1"]
+        subprocess.run(command("gcc", out, f"-march={processor}", *VECTORS, *PARALLEL, *defines), check=True)
+        return Library(out)
+
+    return cache(compiled)
 
 
 def weights() -> Iterator[QuantizedWeight]:
@@ -72,11 +80,13 @@ def weights() -> Iterator[QuantizedWeight]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 @pytest.mark.parametrize(("processor", "lanes"), thinned(PROCESSORS, (4, 8, 16), keep=3, marks=LONG))
-def test_each_processor_computes_what_torch_computes(processor: str, lanes: int, tmp_path: Path) -> None:
+def test_each_processor_computes_what_torch_computes(
+    processor: str, lanes: int, compiled: Callable[[str, int], Library]
+) -> None:
     name, needed = PROCESSORS[processor]
     if not {*needed} <= processor_flags():
         pytest.skip(f"this processor has no {name}")
-    library, generator = compiled(tmp_path, processor, lanes), torch.Generator().manual_seed(0)
+    library, generator = compiled(processor, lanes), torch.Generator().manual_seed(0)
     for own in weights():
         layer = PackedLinear(own, torch.randn(len(own.codes), generator=generator))
         x = torch.randn(max(ROWS), own.shape[1], generator=generator)
@@ -97,10 +107,10 @@ def test_each_processor_computes_what_torch_computes(processor: str, lanes: int,
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-def test_extreme_codes_do_not_overflow(tmp_path: Path) -> None:
+def test_extreme_codes_do_not_overflow(compiled: Callable[[str, int], Library]) -> None:
     """All inputs and all weights at the ends of their ranges, on the instructions that have the least room."""
     processor = "haswell" if "avx2" in processor_flags() else "native"
-    library = compiled(tmp_path, processor, 16)
+    library = compiled(processor, 8)  # as in the test above
     for bits, least, most, floating in ((4, -8, 7, False), (8, -128, 127, False), (4, 15, 7, True)):
         for code in (least, most):
             codes = torch.full((20, 256), code, dtype=torch.int8)
@@ -147,8 +157,8 @@ def test_arm_computes_what_torch_computes(hidden_states: str, tmp_path: Path) ->
             file.write(struct.pack("<9q", *sizes, laid.codes.nbytes, max(spans(own.scale, own.offset), default=0)))
             for each in (*tensors.values(), x):
                 file.write(each.numpy().tobytes())
-    found = subprocess.run(["qemu-aarch64-static", program, data], check=True, capture_output=True).stdout
-    numbers = torch.frombuffer(bytearray(found), dtype=torch.float32)
+    actual = subprocess.run(["qemu-aarch64-static", program, data], check=True, capture_output=True).stdout
+    numbers = torch.frombuffer(bytearray(actual), dtype=torch.float32)
     right = torch.cat(expected)
     assert len(numbers) == len(right)
     torch.testing.assert_close(numbers, right, rtol=1e-4, atol=3e-3)

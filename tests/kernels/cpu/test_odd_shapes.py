@@ -1,5 +1,6 @@
-"""The compiled forward where no size is a multiple of a vector's length: what is left over at the ends counts too."""
+"""The compiled forward pass where no size is a multiple of the vector length."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from blockdraft import Engine, SamplingParams, load_drafter
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.formats import Trained, zlab
 from blockdraft.kernels.cpu.build import build
-from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.targets import Target, load_target, native, native_files
 from blockdraft.types import Drafting
 
@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
-LENGTHS = 60, 37  # past the window, unlike each other, and no multiples of a vector either
+LENGTHS = 60, 37  # beyond the window, different, and no multiples of the vector length
 TREE = [[-1, 0, 0, 1, 2, 4, 5, 6, 7, 3], [-1, 0, 1, 2, 0, 4, 4, 5, 6, 8]]
 
 
@@ -49,7 +49,7 @@ def write_model(
 
 
 def logits_and_hidden_states(target: Target) -> list[torch.Tensor]:
-    """Of two prompts that are read together and of trees behind them, in float32."""
+    """Return logits and hidden states of two prompts and of trees after them, in float32."""
     generator = torch.Generator().manual_seed(0)
     cache, last = target.new_cache(2, 80), torch.tensor(LENGTHS) - 1
     prompts = torch.randint(53, (2, max(LENGTHS)), generator=generator)
@@ -60,7 +60,7 @@ def logits_and_hidden_states(target: Target) -> list[torch.Tensor]:
     tree = target.forward(nodes, torch.tensor(TREE), cache, (0, 2))
     assert read.hidden_states is not None and tree.hidden_states is not None
     real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    return [found.float() for found in (read.logits, tree.logits, read.hidden_states[real], tree.hidden_states)]
+    return [actual.float() for actual in (read.logits, tree.logits, read.hidden_states[real], tree.hidden_states)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,19 +88,18 @@ def test_weights_quantized_give_what_torch_gives(tmp_path: Path, family: str, qu
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path, family: str, quantize: Any) -> None:
-    """Quantized weights, with more groups than nodes, so that threads share groups when they round."""
+def test_bits_do_not_depend_on_the_number_of_threads(
+    tmp_path: Path, family: str, quantize: Any, set_threads: Callable[[int], None]
+) -> None:
+    """With more groups than nodes, so that threads share the groups of an input when they quantize it."""
     shape = {"hidden_size": 168, "intermediate_size": 184, "num_attention_heads": 21, "num_key_value_heads": 3}
     write_model(tmp_path, family, 8, 17, sizes=SIZES | shape)
     target = load_target(tmp_path, "float32", "cpu", "native", "on", quantize)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(logits_and_hidden_states(target))
-    finally:
-        torch.set_num_threads(before)
-    assert all(map(torch.equal, *found))
+    outputs = []
+    for threads in (1, 3):
+        set_threads(threads)
+        outputs.append(logits_and_hidden_states(target))
+    assert all(map(torch.equal, *outputs))
 
 
 @pytest.mark.parametrize("round_drafters", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -137,7 +136,7 @@ def test_drafters_beside_bfloat16_are_rounded_where_integers_are_faster(
 
 @pytest.mark.parametrize(("how", "most"), [({"quantize": "int8"}, 0.55), ({"kv_dtype": "int8"}, 0.03)])
 def test_a_channel_of_large_numbers_costs_its_own_group_alone(tmp_path: Path, how: Any, most: float) -> None:
-    """One input of each MLP and attention, with weights as much smaller: others of its group of 32 lose digits."""
+    """One input channel is large and its weights are small: only its group of 32 loses precision."""
     sizes = SIZES | {"hidden_size": 96, "intermediate_size": 64, "head_dim": 8}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -159,7 +158,7 @@ def test_a_channel_of_large_numbers_costs_its_own_group_alone(tmp_path: Path, ho
 def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else is rounded here: the weights are in bfloat16 already, and inputs of products stay as they are."""
+    """Weights are in bfloat16 already, and inputs of products are not rounded."""
     monkeypatch.setattr(native_files, "build", lambda *given: build(*given[:4]))
     write_model(tmp_path, "mistral", 8, 40, torch.bfloat16)
     rounded, exact = (
@@ -170,35 +169,28 @@ def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(
     assert 0 < max(errors) < 2.5e-3  # 1.7e-3; cut instead of rounded they are off by 6.1e-3
 
 
-@pytest.mark.parametrize("how", [{"quantize": "int8"}, {"dtype": "bfloat16"}, {"dtype": "float32"}])
-def test_a_drafter_that_learned_to_bear_rounding_has_fewer_bits_where_drafters_are_rounded(
-    monkeypatch: pytest.MonkeyPatch, how: Any, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("how", "faster", "bits"),
+    [
+        ({"quantize": "int8"}, True, 4),
+        ({"dtype": "bfloat16"}, True, 4),
+        ({"dtype": "bfloat16"}, False, None),  # integers are no faster on this processor
+        ({"dtype": "float32"}, True, None),
+    ],
+)
+def test_a_drafter_trained_for_quantization_is_quantized_beside_a_target_that_is(
+    monkeypatch: pytest.MonkeyPatch,
+    how: Any,
+    faster: bool,
+    bits: int | None,
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: faster)
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "drafter", config, tensors, Trained(None, 4))
     for round_drafters in (True, False):
         target = load_target(tiny_target_dir, device="cpu", compile="on", round_drafters=round_drafters, **how)
         drafter: Any = load_drafter(tmp_path / "drafter", target=target)
-        few = round_drafters and how != {"dtype": "float32"}
-        assert {packed.bits for packed in drafter._run._packed} == {4 if few else None}
-
-
-def test_a_drafter_that_learned_to_bear_rounding_keeps_its_weights_where_integers_are_no_faster(
-    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
-    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-    zlab.write_checkpoint(tmp_path / "drafter", config, tensors, Trained(None, 4))
-    target = load_target(tiny_target_dir, "bfloat16", "cpu", compile="on")
-    drafter: Any = load_drafter(tmp_path / "drafter", target=target)
-    assert {packed.bits for packed in drafter._run._packed} == {None}
-
-
-def test_a_network_of_ones_own_needs_nothing_but_its_runner(tiny_target_dir: Path) -> None:
-    class Own(DraftNetwork):
-        def runner(self, host: DraftHost) -> str:
-            return "it ran"
-
-    target = load_target(tiny_target_dir, device="cpu", compile="on", quantize="int8")
-    assert target.runner(Own()) == "it ran"
+        assert {packed.bits for packed in drafter._run._packed} == {bits if round_drafters else None}

@@ -1,11 +1,11 @@
-"""Threads of the kernels: they compute every piece once, in order, and cost nothing while they are idle."""
+"""Threads of the kernels compute every piece once, in order, and take no time while idle."""
 
 import os
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,14 +38,6 @@ def test_each_piece_is_computed_once_and_in_the_order_of_the_stages(
 
 
 SetThreads = Callable[[int], None]
-
-
-@pytest.fixture
-def set_threads() -> Iterator[SetThreads]:
-    """Sets torch's number of threads until the end of the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[None, "int8", "int4"])

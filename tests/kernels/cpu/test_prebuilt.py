@@ -1,4 +1,4 @@
-"""Which of a wheel's libraries a processor is given, and when none of them will do."""
+"""Choice of a library of the wheel for a processor."""
 
 import platform
 import shutil
@@ -54,12 +54,12 @@ GRAVITON2 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpu
     ],
 )
 def test_each_processor_has_the_best_that_it_runs(machine: str, flags: str, best: str | None) -> None:
-    found = runs(machine, flags.split())
-    assert (found[0].name if found else None) == best
+    actual = runs(machine, flags.split())
+    assert (actual[0].name if actual else None) == best
 
 
 def test_worse_libraries_run_where_better_ones_do() -> None:
-    """So that one that is spoilt has a successor."""
+    """If the best library is damaged, the next one is used."""
     assert [level.name for level in runs(X86, f"{ZEN5} {SAPPHIRE_RAPIDS}".split())] == [
         each.name for each in LEVELS[X86]
     ]
@@ -68,7 +68,7 @@ def test_worse_libraries_run_where_better_ones_do() -> None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that this processor runs."""
+    """Return a library that this processor runs."""
     out = tmp_path_factory.mktemp("library") / "own.so"
     given = defines(torch.float32, torch.float32, torch.float32, 16, False)
     subprocess.run(command("gcc", out, "-march=native", "-O0", "-w", *given), check=True)
@@ -112,8 +112,8 @@ def test_with_a_library_of_the_wheel_nothing_is_compiled(place: Place, tmp_path:
 def test_the_best_library_is_taken(place: Place) -> None:
     for name in ("x86-64-v3", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3-vnni"):
         place(name)
-    found = find(torch.float32, torch.float32, torch.float32, 16)
-    assert found is not None and found[1] == "x86-64-v4"
+    actual = find(torch.float32, torch.float32, torch.float32, 16)
+    assert actual is not None and actual[1] == "x86-64-v4"
 
 
 def compiles() -> bool:
@@ -135,27 +135,24 @@ def test_a_library_of_the_wheel_that_is_spoilt_is_left(place: Place) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
     assert compiles()
     place("x86-64-v3")
-    found = find(torch.float32, torch.float32, torch.float32, 16)
-    assert found is not None and found[1] == "x86-64-v3"
+    actual = find(torch.float32, torch.float32, torch.float32, 16)
+    assert actual is not None and actual[1] == "x86-64-v3"
 
 
-@pytest.mark.parametrize("which", range(5))
-def test_a_library_of_other_sources_is_left(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+@pytest.mark.parametrize("changed", [*range(5), "flags"])
+def test_a_library_of_other_sources_or_flags_is_left(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: int | str
 ) -> None:
     place("x86-64-v4")
-    files = [sources.SOURCE, *sources.INCLUDED]
-    changed = tmp_path / files[which].name
-    changed.write_bytes(files[which].read_bytes() + b"\n")
-    files[which] = changed
-    monkeypatch.setattr(sources, "SOURCE", files[0])
-    monkeypatch.setattr(sources, "INCLUDED", tuple(files[1:]))
-    assert compiles()
-
-
-def test_a_library_of_other_flags_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place("x86-64-v4")
-    monkeypatch.setattr(sources, "FLAGS", (*sources.FLAGS, "-O3"))
+    if changed == "flags":
+        monkeypatch.setattr(sources, "FLAGS", (*sources.FLAGS, "-O3"))
+    else:
+        files = [sources.SOURCE, *sources.INCLUDED]
+        copy = tmp_path / files[changed].name
+        copy.write_bytes(files[changed].read_bytes() + b"\n")
+        files[changed] = copy
+        monkeypatch.setattr(sources, "SOURCE", files[0])
+        monkeypatch.setattr(sources, "INCLUDED", tuple(files[1:]))
     assert compiles()
 
 
@@ -183,7 +180,7 @@ def test_what_is_made_is_found_and_all_levels_compute_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: torch.dtype
 ) -> None:
     dtypes = torch.bfloat16, inputs, torch.bfloat16
-    monkeypatch.setattr(sources, "FLAGS", ("-O1", *sources.FLAGS[1:]))  # compiles in a third of the time
+    monkeypatch.setattr(sources, "FLAGS", ("-O0", *sources.FLAGS[1:]))  # compiles in a third of the time
     monkeypatch.setattr(prebuilt, "DTYPES", [dtypes])
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "libraries")
     make("gcc", tmp_path / "libraries")
@@ -197,10 +194,10 @@ def test_what_is_made_is_found_and_all_levels_compute_the_same(
     results = []
     for level in here:
         monkeypatch.setattr(prebuilt, "processor_flags", lambda level=level: level.needs)
-        found = find(*dtypes, 16)
-        assert found is not None and found[1] == level.name and found[0].has_integers
+        actual = find(*dtypes, 16)
+        assert actual is not None and actual[1] == level.name and actual[0].has_integers
         layer = PackedLinear(weight, None)
-        layer.pack(found[0])
+        layer.pack(actual[0])
         results.append(layer(x))
     torch.testing.assert_close(results[0], x.to(inputs).float() @ weight.float().T)
     assert all(torch.equal(each, results[0]) for each in results)

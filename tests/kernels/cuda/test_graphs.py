@@ -90,7 +90,7 @@ def recorder(device: torch.device) -> Recorder:
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short texts fill several of them, and each graph is replayed all the same."""
+    """Let short sequences fill several buckets."""
     monkeypatch.setattr("blockdraft.nn.cache.LEAST_SLOTS", 32)
 
 
@@ -107,7 +107,7 @@ def target_of(name: str, device: torch.device) -> NativeTarget:
 
 
 def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
-    """Logits and features of what comes by while requests are decoded; the second round begins with new caches."""
+    """Yield logits and hidden states of all kinds of forward passes, in two rounds with new caches."""
     generator = torch.Generator().manual_seed(1)
 
     def random(rows: int, count: int) -> Tensor:
@@ -159,22 +159,14 @@ def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
             cache.commit([range(17)] * (rows + 2))
 
 
-def assert_same(found: Iterator[Tensor], expected: Iterator[Tensor]) -> None:
-    for mine, theirs in zip(list(found), expected, strict=True):  # the whole of the one before the other
+def assert_same(actual: Iterator[Tensor], expected: Iterator[Tensor]) -> None:
+    for mine, theirs in zip(list(actual), expected, strict=True):  # the whole of the one before the other
         tolerance = 1e-4 if mine.device.type == "cpu" else 1e-3  # kernels differ there with and without a mask
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        ("qwen3", 3),
-        ("gemma2", 1),
-        pytest.param("llama", 1, marks=pytest.mark.slow),
-        pytest.param("gemma2", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "rows"), [("qwen3", 3), ("gemma2", 1), ("llama", 2)])
 def test_logits_and_features_are_those_of_eager_forwards(
     small_buckets: None, device: torch.device, recorder: Recorder, name: str, rows: int
 ) -> None:
@@ -191,16 +183,6 @@ def test_a_graph_is_captured_once_for_a_shape() -> None:
         target.forward(torch.zeros(2, count, dtype=torch.int64), chain_parents(2, count), cache, TARGET_LAYERS)
         cache.commit([[0], [0, 1]])
     assert recorder.captures == before + 2 and recorder.replays == 1 + 5
-
-
-def test_prompts_and_large_trees_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, recorder = target_of("llama", torch.device("cpu")), StandIn()
-    target.capture(recorder)
-    before, cache = recorder.captures, target.new_cache(1, room(70))
-    target.forward(torch.zeros(1, 9, dtype=torch.int64), chain_parents(1, 9), cache, TARGET_LAYERS, torch.tensor([8]))
-    monkeypatch.setattr("blockdraft.targets.native.MOST_NODES", 16)
-    target.forward(torch.zeros(1, 17, dtype=torch.int64), chain_parents(1, 17), cache, TARGET_LAYERS)
-    assert recorder.captures == before
 
 
 def test_rows_that_lie_anywhere_or_have_no_slots_to_fill_up_stay_eager(scatter: Callable[..., Any]) -> None:
@@ -220,26 +202,6 @@ def test_rows_that_lie_anywhere_or_have_no_slots_to_fill_up_stay_eager(scatter: 
     assert recorder.replays == before + 2
 
 
-def test_a_graph_writes_to_the_rows_that_it_was_captured_for(small_buckets: None) -> None:
-    """Where rows lie is part of what a graph is for; slots of others stay as they are, padding or not."""
-    target = target_of("llama", torch.device("cpu"))
-    target.capture(StandIn())
-    size = room(20)
-    cache, generator = target.new_cache(3, size), torch.Generator().manual_seed(1)
-    for rows in ([0, size], [size, 2 * size], [2 * size], [0], [0, 2 * size]):
-        part, nodes = cache.of(rows), torch.randint(3, 61, (len(rows), 9), generator=generator)
-        target.forward(nodes[:, :1], chain_parents(len(rows), 1), part)  # so that it has memory
-        [store] = cache._stores()
-        before = store.clone()
-        target.forward(nodes, chain_parents(len(rows), 9), part)
-        changed = set((store != before).any(dim=-1).any(dim=1).any(dim=0).nonzero().flatten().tolist())
-        starts = [row + length for row, length in zip(rows, part.lengths, strict=True)]
-        written, padded = ({start + at for start in starts for at in range(n)} for n in (9, bucket(9)))
-        # The first node is the one that was there already.
-        assert written - {*starts} <= changed <= padded
-        part.commit([range(2)] * len(rows))
-
-
 def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     recorder = StandIn()
@@ -252,13 +214,6 @@ def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     for key, captures in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):  # c puts out b, and b then c
         run(key)
         assert recorder.captures == captures, key
-
-
-def test_buckets_leave_little_unused() -> None:
-    assert [bucket(n) for n in (1, 2, 3, 7, 8, 9, 16, 17, 33, 256, 257)] == [1, 2, 3, 7, 8, 10, 16, 20, 40, 256, 320]
-    assert slot_bucket(1) == 256 and slot_bucket(257) == 320 and slot_bucket(4097) == 5120
-    for count in range(1, 4000):
-        assert count <= bucket(count) <= 1.25 * count and bucket(bucket(count)) == bucket(count)
 
 
 def test_a_store_has_room_for_what_fills_up() -> None:
@@ -298,10 +253,8 @@ def test_stores_take_what_they_say(tiny_target_dir: Path, tiny_drafter_dir: Path
     [
         ("none", Drafting(None)),
         ("tiny_drafter_dir", Drafting(None)),
-        pytest.param("tiny_drafter_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
-        pytest.param("tiny_drafter_dir", Drafting(block_size=5, draft_window=9), marks=pytest.mark.slow),
-        pytest.param("tiny_dflash2_dir", Drafting(None), marks=pytest.mark.slow),
-        pytest.param("tiny_dspark_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
+        ("tiny_dflash2_dir", Drafting(block_size=5, draft_window=9)),
+        ("tiny_dspark_dir", Drafting(tree_budget=11)),
     ],
 )
 def test_answers_are_those_of_an_eager_engine(
@@ -313,7 +266,7 @@ def test_answers_are_those_of_an_eager_engine(
     drafter: str,
     drafting: Drafting,
 ) -> None:
-    """Four requests in a batch of two, so that rows come and go, and a second round on new caches."""
+    """Four requests in a batch of two, so that sequences come and go, in two rounds."""
     folder = drafter if drafter == "none" else request.getfixturevalue(drafter)
     prompts = [[7 * row + i for i in range(3 + 5 * row)] for row in range(4)]
     params = [SamplingParams(5 + 7 * row, temperature=float(row == 2), seed=1, ignore_eos=True) for row in range(4)]
@@ -356,7 +309,7 @@ def test_how_often_a_greedy_step_waits_for_a_gpu(
 def test_draft_passes_are_those_of_an_eager_drafter(
     small_buckets: None, device: torch.device, recorder: Recorder, tiny_target_dir: Path, tiny_drafter_dir: Path
 ) -> None:
-    found = []
+    actual = []
     for capture in (False, True):
         target = load_target(tiny_target_dir, "float32", device, "native", "off")
         assert isinstance(target, NativeTarget)
@@ -377,8 +330,8 @@ def test_draft_passes_are_those_of_an_eager_drafter(
                 passes += drafter._draft_pass(part, tokens, step // 2 % 2)
                 if capture and isinstance(recorder, StandIn):
                     assert (recorder.replays > before) == (step // 2 in (0, 3)), "those at equal distances"
-        found.append(passes)
-    assert_same(iter(found[1]), iter(found[0]))
+        actual.append(passes)
+    assert_same(iter(actual[1]), iter(actual[0]))
 
 
 def test_decoders_share_no_graphs() -> None:

@@ -73,7 +73,7 @@ def test_how_often_a_greedy_step_waits(
     tiny_target_dir: Path, tiny_drafter_dir: Path, capture: bool, budget: int, waits: int
 ) -> None:
     """The numbers are those of test_graphs.py, which counts on a GPU."""
-    with pretended_gpu() as found:
+    with pretended_gpu() as actual:
         target = load_target(tiny_target_dir, "float32", GPU, "native", "off")
         recorder = Recorder()
         if capture:
@@ -84,8 +84,8 @@ def test_how_often_a_greedy_step_waits(
         plan = ChainPlan(drafter.block_size, [SamplingParams()]).as_tree(budget)
         for _ in range(3):
             runner.step(rows, plan)
-        found.clear()
+        actual.clear()
         captures, replays = recorder.captures, recorder.replays
         runner.step(rows, plan)
-    assert len(found) == waits, found
+    assert len(actual) == waits, actual
     assert recorder.captures == captures and recorder.replays == replays + 2 * capture

@@ -1,4 +1,4 @@
-"""Weights rounded by torchao. Its kernels are for GPUs, and its numbers are the same on a CPU."""
+"""Weights quantized by torchao, which gives the same numbers on a CPU as on a GPU."""
 
 from pathlib import Path
 from typing import Any

@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
-import llguidance
-import llguidance.hf
 import pytest
+from grammars import accepts_text, matcher_of
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -77,15 +76,7 @@ def grammar_of(
 
 
 def accepts(tokenizer: PreTrainedTokenizerFast, text: str, *args: Any, **more: Any) -> bool:
-    """Return whether the grammar accepts the tokens of a text and may end there."""
-    grammar = grammar_of(tokenizer, *args, **more)
-    assert grammar is not None and grammar.kind == "lark"
-    matcher = llguidance.LLMatcher(
-        llguidance.hf.from_tokenizer(tokenizer), llguidance.grammar_from("lark", grammar.text)
-    )
-    assert not matcher.get_error(), grammar.text
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
+    return accepts_text(tokenizer, grammar_of(tokenizer, *args, **more), text)
 
 
 @pytest.mark.parametrize("template", FORMATS)
@@ -243,11 +234,7 @@ def test_special_tokens_in_tools_are_text(tokenizer: PreTrainedTokenizerFast, te
     tokenizer.chat_template = template
     schema = {"properties": {"a": {"enum": ["<|im_end|>"]}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    grammar = grammar_of(tokenizer, tools, REQUIRED)
-    assert grammar is not None
-    matcher = llguidance.LLMatcher(
-        llguidance.hf.from_tokenizer(tokenizer), llguidance.grammar_from("lark", grammar.text)
-    )
+    matcher = matcher_of(tokenizer, grammar_of(tokenizer, tools, REQUIRED))
     text = FORMATS[template]("f", '{"a": "<|im_end|>"}')
     ids: Any = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert matcher.validate_tokens(ids) == len(ids)

@@ -4,9 +4,8 @@ import json
 import random
 from typing import Any
 
-import llguidance
-import llguidance.hf
 import pytest
+from grammars import accepts_text
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -145,13 +144,7 @@ def test_a_chat_holds_channels_apart(harmony: PreTrainedTokenizerFast) -> None:
 
 
 def accepts(tokenizer: PreTrainedTokenizerFast, text: str, chat: Chat, content: Grammar | None = None) -> bool:
-    grammar = grammar_of(tokenizer, chat, PROMPT, content)
-    assert grammar is not None and grammar.kind == "lark"
-    compiled = llguidance.grammar_from("lark", grammar.text)
-    matcher = llguidance.LLMatcher(llguidance.hf.from_tokenizer(tokenizer), compiled)
-    assert not matcher.get_error(), grammar.text
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
+    return accepts_text(tokenizer, grammar_of(tokenizer, chat, PROMPT, content), text)
 
 
 def test_forced_calls(harmony: PreTrainedTokenizerFast) -> None:

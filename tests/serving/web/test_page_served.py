@@ -61,9 +61,8 @@ def test_chat_of_two_turns(real: Visit, service: Service) -> None:
     expect(real.page.locator(".turn button")).to_have_count(2)
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_race_to_the_end(real: Visit, temperature: str) -> None:
-    real.get("temperature").fill(temperature)
+def test_race_to_the_end(real: Visit) -> None:
+    real.get("temperature").fill("0.8")
     real.get("max_tokens").fill("64")
     real.race("the ant and the bee")
     expect(real.get("verdict")).to_contain_text("✓ Both texts are equal")
@@ -73,32 +72,16 @@ def test_race_to_the_end(real: Visit, temperature: str) -> None:
     shown = sum(int(row.split()[1]) for row in real.get("histogram").locator("tr").all_inner_texts())
     assert real.get("tree-words").text_content().startswith(f"Step {shown}: ")
     assert real.get("tree").locator("g").count() > 1
-    real.get("pace").select_option("10")
-    real.get("step").click()
-    real.get("play").click()
-    expect(real.get("status")).to_have_text("Slow motion has ended.", timeout=30_000)
 
 
 @pytest.mark.usefixtures("slowly")
-@pytest.mark.parametrize("how", ["Escape", "reload"])
-def test_leaving_the_page_cancels_the_request(real: Visit, service: Service, how: str) -> None:
+def test_leaving_the_page_cancels_the_request(real: Visit, service: Service) -> None:
     scheduler = service.backends.usual.scheduler
     real.get("max_tokens").fill("192")
     real.race("the ant", ends=False)
     expect(real.get("drafted").locator(".answer")).not_to_have_text("")
     assert not scheduler.idle
-    if how == "reload":
-        real.page.reload()
-        expect(real.get("drafted").locator(".answer")).to_have_text("")
-    else:
-        real.page.keyboard.press("Escape")
-        expect(real.get("status")).to_have_text("The race was stopped.")
+    real.page.reload()
+    expect(real.get("drafted").locator(".answer")).to_have_text("")
     wait_until(lambda: scheduler.idle, seconds=1)
     expect(real.get("start")).to_have_text("Race")
-
-
-def test_the_page_shows_refusals(real: Visit) -> None:
-    real.chat("the ant " * 200)
-    expect(real.get("problem")).to_contain_text("The server refused this (400): ")
-    real.chat("the ant")
-    expect(real.get("status")).to_contain_text("complete")
