@@ -6,6 +6,7 @@ The layouts are those of `ggml-common.h` and of `gguf.quants`, whose tables are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeAlias
 
 import gguf
@@ -244,6 +245,7 @@ def empty_interleaved(kinds: Sequence[str], outputs: int, inputs: int, lanes: in
     return InterleavedWeight.of_tensors(tensors, one.bits, outputs)
 
 
+@cache
 def bytes_held(kind: str) -> float:
     """Return the bytes of memory per value of a quantized matrix once it is read."""
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
+from blockdraft.formats.gguf import FLOATS, GGUFFile, dense, open_gguf
 from blockdraft.formats.stored import FEW_BITS, Stored
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
@@ -30,7 +30,7 @@ from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
 from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
-from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
+from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder, packing
 from blockdraft.targets.weights import READ, OpenCheckpoint
