@@ -37,7 +37,7 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-UNCOMPILED = ("llama-gelu", "qwen3_5", "gemma4_text")  # those that cannot be
+UNCOMPILED = ("llama-gelu", "qwen3_5")  # those that cannot be
 
 
 def rotary(**parameters: Any) -> dict[str, Any]:
@@ -105,6 +105,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gemma4_text-keys": SMALL
     | GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    "gemma4_text-experts": SMALL
+    | GEMMA4
+    | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     "lfm2": SMALL | CONVOLUTIONS,
     "lfm2-odd": SMALL

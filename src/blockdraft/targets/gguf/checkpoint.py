@@ -77,7 +77,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     reason = "compile is off" if options.compile == "off" else refused
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     packs = options.compile != "off" and why_not_packed(wanted, dtype, device) is None
-    made = build(kind, store, wanted.head_dim, not matrices <= set(FLOATS)) if packs else None
+    made = build(kind, store, wanted.head_divisor, not matrices <= set(FLOATS)) if packs else None
     library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
     needed, mapped = weights.nbytes(kind if on_cpu else dtype, few=on_cpu), library is not None and origin.is_worth_it()
     fits = check_memory(file, needed, free_bytes(device), device, mapped)

@@ -37,6 +37,8 @@ SHOWN = (
     (".expert_bias", ".expert_bias.bias"),
     (".layer_scalar", ".layer_scalar.weight"),
     ("self_attn.sinks", "self_attn.sinks.weight"),
+    (".router.scale", ".router.proj.scale"),
+    (".router.per_expert_scale", ".experts.down_proj.scale"),
 )
 SAMPLED_AT_ONCE = 128  # tensors
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
@@ -71,17 +73,10 @@ class GGUFWeights:
             total += math.prod(tensor.shape) * (floats.itemsize if is_float else bytes_held(tensor.kind))
         return round(total)
 
-    def read(self, name: str, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
-        """Read a weight onto the CPU, in its own dtype or quantized.
-
-        Args:
-            channels: Output channels to read, `[n]` int64; None reads all.
-        """
-        tensor = self.tensors[name]
-        if name in self.interleaved:
-            order = paired(tensor.shape[0], self.interleaved[name])
-            channels = order if channels is None else order[channels]
-        weight = tensor.read(channels)
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """Read a weight onto the CPU, in its own dtype or quantized."""
+        tensor, heads = self.tensors[name], self.interleaved.get(name)
+        weight = tensor.read(None if heads is None else paired(tensor.shape[0], heads))
         if name.endswith(LOGARITHM):  # files hold -exp(A_log)
             return _logarithm(dense(weight))
         return dense(weight) if name in self.expanded else weight
@@ -222,7 +217,7 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
         shown = EXPERT.sub(".experts.", name)
         for ours, theirs in SHOWN:
             shown = shown.replace(ours, theirs)
-        found = (known.get_name(key, (".weight", ".bias")) for key in (shown, shown.removeprefix("model.")))
+        found = (known.get_name(key, (".weight", ".bias", ".scale")) for key in (shown, shown.removeprefix("model.")))
         names[name] = next((theirs for theirs in found if theirs is not None), name)
     return names
 
