@@ -217,8 +217,9 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
         shown = EXPERT.sub(".experts.", name)
         for ours, theirs in SHOWN:
             shown = shown.replace(ours, theirs)
-        found = (known.get_name(key, (".weight", ".bias", ".scale")) for key in (shown, shown.removeprefix("model.")))
-        names[name] = next((theirs for theirs in found if theirs is not None), name)
+        spellings = (shown, shown.removeprefix("model."))
+        candidates = (known.get_name(spelling, (".weight", ".bias", ".scale")) for spelling in spellings)
+        names[name] = next((theirs for theirs in candidates if theirs is not None), name)
     return names
 
 
