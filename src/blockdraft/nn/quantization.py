@@ -400,7 +400,8 @@ def _base(weight: QuantizedWeight | InterleavedWeight) -> int:
 def _paired_halves(codes: Tensor) -> Tensor:
     """Put each two fours of 4-bit codes `[..., fours, 4]` into one, the second into the high halves of bytes."""
     low, high = codes.unflatten(-2, (-1, 2)).unbind(-2)
-    return low | high << 4
+    pairs: Tensor = low | high << 4
+    return pairs
 
 
 def _apart(codes: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ def read_values(tensors: Sequence[GGUFTensor], positions: Sequence[Tensor]) -> S
     raw = np.frombuffer(file, np.uint8)[(torch.cat(begins)[:, None] + torch.arange(size)).numpy()]
     _release(file)
     blocks, within = dense(READERS[kind](torch.from_numpy(raw).unsqueeze(1))), torch.cat(list(positions)) % values
-    return blocks[torch.arange(len(blocks)), within].split(list(map(len, positions)))
+    parts: Sequence[Tensor] = blocks[torch.arange(len(blocks)), within].split(list(map(len, positions)))
+    return parts
 
 
 def _release(file: mmap.mmap) -> None:
