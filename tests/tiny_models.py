@@ -1,6 +1,5 @@
 """Tiny random models that the tests share. Their answers are nonsense, which leaves the decoding of nonsense exact."""
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

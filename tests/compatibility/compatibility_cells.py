@@ -73,7 +73,7 @@ FAMILY_NAMES = {
 }
 QWEN3_5 = {"qwen3_5_text", "qwen3_5_moe_text"}
 NATIVE_ONLY = {
-    "compiled for a CPU": {"gemma4_text", *QWEN3_5},
+    "compiled for a CPU": QWEN3_5,
     "jax": {"gemma4_text", "gpt_oss", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", *QWEN3_5},
 }
 

@@ -155,7 +155,7 @@ def test_weights_of_nested_factors_are_packed_and_read_back(bits: int, offset: b
     assert isinstance(again.scale, NestedFactors) and (again.offset is None) != offset
     assert torch.equal(again.dequantize(), own.dequantize())
     assert torch.equal(laid.channels(torch.tensor([20, 3])).dequantize(), own.dequantize()[[20, 3]])
-    assert laid.nbytes == 32 * (256 * bits // 8 + (1 + offset) * (16 + 2 * 2))
+    assert laid.nbytes == 32 * (256 * (4 if bits == 4 else 6) // 8 + (1 + offset) * (16 + 2 * 2))
 
 
 def test_nested_factors_stay_nested_where_weights_are_joined() -> None:

@@ -264,6 +264,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         GEMMA4_KEYS | {"attention.head_count_kv": [2, 1] * 3, "embedding_length_per_layer_input": 0},
         GEMMA4_FACTORS,
     ),
+    "gemma4_text-experts": (
+        GEMMA4
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+        GEMMA4_KEYS | EXPERT_KEYS | {"attention.head_count_kv": [2, 1] * 3, "embedding_length_per_layer_input": 0},
+        GEMMA4_FACTORS,
+    ),
     "granite": (
         {
             "head_dim": 8,

@@ -111,7 +111,7 @@ def write_gguf(
         add_tokenizer(writer, tokenizer, config.vocab_size, pre)
     names = gguf.get_tensor_name_map(writer_arch(arch), config.num_hidden_layers)
     for name, tensor in in_files(model):
-        theirs = names.get_name(name, (".weight", ".bias"))
+        theirs = names.get_name(name, (".weight", ".bias", ".scale"))
         if theirs is None or (theirs == "output.weight" and config.tie_word_embeddings):
             continue
         data = tensor.float().numpy()
@@ -143,7 +143,7 @@ def inner_sizes(config: Any) -> int | list[int] | None:
 
 
 def kind_of(name: str, data: np.ndarray, kinds: Mapping[str, str] | str) -> str:
-    if data.ndim == 1 or any(part in name for part in SMALL_PARTS):
+    if data.ndim < 2 or any(part in name for part in SMALL_PARTS):
         return "F32"
     return kinds if isinstance(kinds, str) else next((kind for part, kind in kinds.items() if part in name), "F32")
 
@@ -157,12 +157,15 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield from as_gpt_oss(name, tensor)
             continue
         name = name.replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
-        if name.endswith("experts.gate_up_proj"):
+        name = name.replace(".router.scale", ".router.proj.scale")
+        name = name.replace(".router.per_expert_scale", ".experts.down_proj.scale")
+        if name.endswith("experts.gate_up_proj") and model.config.model_type != "gemma4_text":
             gate, up = tensor.chunk(2, dim=1)
             yield name.replace("gate_up_proj", "gate_proj.weight"), gate
             yield name.replace("gate_up_proj", "up_proj.weight"), up
         else:
-            yield name + (".weight" if name.endswith("experts.down_proj") else ""), tensor.squeeze()
+            of_experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+            yield name + (".weight" if of_experts else ""), tensor.squeeze()
 
 
 def as_gpt_oss(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

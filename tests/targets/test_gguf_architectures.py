@@ -21,7 +21,23 @@ MANY_KEYS = {"expert_count": 9, "expert_used_count": 3, "expert_feed_forward_len
 SHARED, SHARED_KEYS = {"shared_expert_intermediate_size": 256}, {"expert_shared_feed_forward_length": 256}
 TWICE = {"hidden_size": 512, "head_dim": 128}  # two super-blocks a row
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"}  # much as Q4_K_M
+# Of Gemma 4, whose heads have two sizes.
+SIZES = {"head_dim": 64, "global_head_dim": 128}
+SIZES_KEYS = {f"attention.{part}_length": 128 for part in ("key", "value")}
+SIZES_KEYS |= {f"attention.{part}_length_swa": 64 for part in ("key", "value")} | {"rope.dimension_count": 128}
 FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
+    "gemma4": (
+        "gemma4_text",
+        MIXED,
+        SIZES | {"hidden_size_per_layer_input": 256},
+        SIZES_KEYS | {"embedding_length_per_layer_input": 256},
+    ),
+    "gemma4-experts": (
+        "gemma4_text-experts",
+        MIXED,
+        SIZES | {"num_experts": 9, "top_k_experts": 3, "moe_intermediate_size": 256},
+        SIZES_KEYS | MANY_KEYS,
+    ),
     "granite": ("granite", MIXED, TWICE, {}),
     "gpt_oss": (
         "gpt_oss",
@@ -91,8 +107,9 @@ def test_drafted_outputs_are_the_plain_ones(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_drafted_outputs_with_keys_and_values_in_8_bits(tmp_path: Path) -> None:
-    name, kinds, differences, metadata = FILES["gpt_oss"]
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-experts", "gpt_oss"])
+def test_drafted_outputs_with_keys_and_values_in_8_bits(family: str, tmp_path: Path) -> None:
+    name, kinds, differences, metadata = FILES[family]
     path = tmp_path / "m.gguf"
     write_gguf(path, model_of(name, **WIDE | differences), kinds, metadata=MODELS[name][1] | metadata)
     assert_lossless(load_target(path, device="cpu", compile="on", kv_dtype="int8"))
@@ -107,7 +124,9 @@ def assert_lossless(target: Target) -> None:
         assert [own.token_ids for own in engine.generate(prompts, params)] == [own.token_ids for own in plain]
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), [("qwen2_moe", None), ("qwen3_moe", "int8")])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("gemma4-experts", "int8"), ("qwen2_moe", None), ("qwen3_moe", "int8")]
+)
 def test_prefixes_and_quantized_caches_of_mixtures(
     name: str, kv_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ TIMES = 50
 NAMES = (
     "gemma4_text",
     "gemma4_text-keys",
+    "gemma4_text-experts",
     "lfm2",
     "lfm2_moe",
     "qwen3",

@@ -27,6 +27,7 @@ UNWRITABLE = (
     "phi3-long",
     "gemma4_text",
     "gemma4_text-keys",
+    "gemma4_text-experts",
     "gpt_oss",
     "gpt_oss-yarn",
     "lfm2",

@@ -38,7 +38,7 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-UNCOMPILED = ("llama-gelu", "qwen3_5", "gemma4_text")  # families without a compiled forward pass
+UNCOMPILED = ("llama-gelu", "qwen3_5")  # families without a compiled forward pass
 
 
 def rotary(**parameters: Any) -> dict[str, Any]:
@@ -91,6 +91,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 61,
     },
     "gemma4_text-keys": GEMMA4 | {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    },
+    "gemma4_text-experts": GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24,
         "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
     },
     "lfm2": CONVOLUTIONS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 # Tensors of the embeddings that each layer of Gemma 4 adds.
 LAYER_INPUT_TABLE = "model.embed_tokens_per_layer.weight"
@@ -59,6 +60,8 @@ class Experts:
     sigmoid: bool = False
     scale: float = 1.0  # factor on the shares
     biased: bool = False  # router and experts have biases
+    # The shared expert has no gate. Shared expert, router and experts have norms of their own, in `mixed` decoders.
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,11 @@ class DecoderConfig:
     def head_dim_of(self, layer: int) -> int:
         return self.layers[layer].head_dim or self.head_dim
 
+    @property
+    def head_divisor(self) -> int:
+        """The greatest common divisor of the sizes of heads."""
+        return gcd(*map(self.head_dim_of, range(len(self.layers))))
+
     def kv_heads_of(self, layer: int) -> int:
         return self.layers[layer].num_kv_heads or self.num_kv_heads
 
@@ -247,19 +255,22 @@ class DecoderConfig:
             "output": ((f"{prefix}{place}.{output}", self.hidden_size),),
         }
         experts = self.experts_of(layer)
+        beside = experts is not None and experts.beside
         if experts is not None:
-            fused["router"] = ((f"{prefix}mlp.gate", experts.count),)
-        inner = self.inner_size(layer)
-        mlps = [f"{prefix}mlp.experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
-        parts = {"gate_up_proj": 2 * inner} if self.fused_names else {"gate_proj": inner, "up_proj": inner}
+            fused["router"] = ((f"{prefix}{'router.proj' if beside else 'mlp.gate'}", experts.count),)
+        inner, place = self.inner_size(layer), prefix if beside else f"{prefix}mlp."
+        mlps = [f"{place}experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
+        one_name = self.fused_names or beside
+        parts = {"gate_up_proj": 2 * inner} if one_name else {"gate_proj": inner, "up_proj": inner}
         fused["gate_up"] = tuple((f"{mlp}.{name}", size) for mlp in mlps for name, size in parts.items())
         fused["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)
         if experts is not None and experts.shared_size:
-            shared = f"{prefix}mlp.shared_expert"
+            shared = f"{prefix}mlp" if beside else f"{prefix}mlp.shared_expert"
             names = [f"{shared}.{name}" for name in ("gate_proj", "up_proj")]
             fused["shared_gate_up"] = tuple((name, experts.shared_size) for name in names)
             fused["shared_down"] = ((f"{shared}.down_proj", self.hidden_size),)
-            fused["shared_gate"] = ((f"{shared}_gate", 1),)
+            if not beside:
+                fused["shared_gate"] = ((f"{shared}_gate", 1),)
         if self.layer_input_size:
             fused["input_gate"] = ((f"{prefix}per_layer_input_gate", self.layer_input_size),)
             fused["input_projection"] = ((f"{prefix}per_layer_projection", self.hidden_size),)
@@ -277,8 +288,11 @@ class DecoderConfig:
     def inner_size(self, layer: int) -> int:
         """Return the inner size of a layer's MLP, or of each of its experts."""
         experts = self.experts_of(layer)
-        dense = self.layers[layer].intermediate_size or self.intermediate_size
-        return dense if experts is None else experts.intermediate_size
+        return self.dense_inner_size(layer) if experts is None else experts.intermediate_size
+
+    def dense_inner_size(self, layer: int) -> int:
+        """Return the inner size of a layer's MLP without routed experts."""
+        return self.layers[layer].intermediate_size or self.intermediate_size
 
     def products(self) -> list[list[str]]:
         """Return the names of all matrices, grouped by product, in the order of their outputs."""
@@ -314,6 +328,13 @@ class DecoderConfig:
         if self.qk_norm and self.layers[layer].attends:
             names |= {"query": "self_attn.q_norm"}
             names |= {"key": "self_attn.k_norm"} if self.layers[layer].keys_of is None else {}
+        experts = self.experts_of(layer)
+        if experts is not None and experts.beside:
+            names |= {
+                "before_experts": "pre_feedforward_layernorm_2",
+                "after_shared": "post_feedforward_layernorm_1",
+                "after_experts": "post_feedforward_layernorm_2",
+            }
         if self.layer_input_size:
             names["after_input"] = "post_per_layer_input_norm"
         return {role: self.spelled(f"{prefix}{name}.weight") for role, name in names.items()}
@@ -333,6 +354,9 @@ class DecoderConfig:
             shapes[sinks] = (self.num_heads,)
         if experts is not None and experts.sigmoid:
             shapes[self.spelled(f"{prefix}mlp.expert_bias")] = (experts.count,)
+        if experts is not None and experts.beside:
+            shapes[f"{prefix}router.scale"] = (self.hidden_size,)
+            shapes[f"{prefix}router.per_expert_scale"] = (experts.count,)
         if self.mixed:
             shapes[f"{prefix}layer_scalar"] = (1,)
         return shapes

@@ -146,6 +146,7 @@ class DecoderLayer(nn.Module):
         place = f"model.layers.{number}."
         self.convolution = ShortConvolution(others[f"{place}conv.conv.weight"]) if own.convolved else None
         has_bias = self.experts is not None and self.experts.sigmoid
+        self.expert_scale: Tensor | None = None
         self.expert_bias = others[config.spelled(f"{place}mlp.expert_bias")] if has_bias else None
 
     def forward(
@@ -166,12 +167,14 @@ class DecoderLayer(nn.Module):
             added = self.output(mixer(self.qkv(before), memory))
         scale = self.config.residual_scale
         x = torch.add(x, self.after_attention(added) if self.post_norms else added, alpha=scale)
-        added = self.mlp(self.before_mlp(x))
+        added = self.feed_forward(x)
         return torch.add(x, self.after_mlp(added) if self.post_norms else added, alpha=scale)
 
-    def mlp(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP or the experts add to the stream x `[R, H]`, before the norm after them."""
+        x = self.before_mlp(x)
         if self.experts is not None:
-            return self.routed_mlp(x, self.experts)
+            return self.routed_mlp(x, self.router(x), self.experts)
         out: Tensor = self.down(self.gated(self.gate_up(x)))
         return out
 
@@ -230,9 +233,9 @@ class DecoderLayer(nn.Module):
         out: Tensor = self.output(flat if gate is None else flat * gate.sigmoid().flatten(1))
         return out
 
-    def routed_mlp(self, x: Tensor, experts: Experts) -> Tensor:
-        """Return the weighted outputs `[R, H]` of the experts that the router chooses for each of R nodes."""
-        scores = self.router(x).float()  # [R, experts]
+    def routed_mlp(self, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
+        """Return the weighted outputs `[R, H]` of the experts that the router's scores `[R, experts]` choose."""
+        scores = scores.float()
         if self.expert_bias is None:
             shares, chosen = scores.softmax(dim=-1).topk(experts.chosen, dim=-1)
         else:
@@ -242,6 +245,8 @@ class DecoderLayer(nn.Module):
         if experts.normed:
             least = LEAST_SHARES if experts.sigmoid else 0.0
             shares = shares / (shares.sum(dim=-1, keepdim=True) + least)
+        if self.expert_scale is not None:
+            shares = shares * self.expert_scale[chosen]
         shares = torch.zeros_like(scores).scatter_(1, chosen, shares * experts.scale).to(x.dtype)
         out = torch.zeros_like(x)
         # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products of
@@ -258,7 +263,7 @@ class DecoderLayer(nn.Module):
             inner = self.gated(self._expert("gate_up", expert)(x[nodes]))
             mlp = self._expert("down", expert)(inner) * share
             out[nodes] += mlp.masked_fill(share == 0, 0.0) if takes_all else mlp  # of other nodes it may be infinite
-        if experts.shared_size:
+        if experts.shared_size and not experts.beside:
             out += self.shared_down(self.gated(self.shared_gate_up(x))) * self.shared_gate(x).sigmoid()
         return out
 

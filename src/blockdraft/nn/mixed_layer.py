@@ -1,4 +1,7 @@
-"""A layer of Gemma 4: sizes of heads differ, layers share keys and values, and each adds an embedding of its own."""
+"""A layer of Gemma 4: sizes of heads differ, layers share keys and values, and each may add an embedding of its own.
+
+In mixtures of experts, the experts of a layer stand beside its MLP.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,33 @@ class MixedLayer(DecoderLayer):
     query_norm: Norm
     key_norm: Norm
     after_input: Norm
+    before_router: Norm
+    before_experts: Norm
+    after_shared: Norm
+    after_experts: Norm
     input_gate: PackedLinear
     input_projection: PackedLinear
 
     def __init__(self, config: DecoderConfig, number: int, read: Read, fused: ReadFused | None = None) -> None:
         super().__init__(config, number, read, fused)
-        for role, name in (("query", "query_norm"), ("key", "key_norm"), ("after_input", "after_input")):
-            if role in self.given:
-                setattr(self, name, Norm(config, [self.given[role]]))
-        self.scalar = self.others[f"model.layers.{number}.layer_scalar"]
+        names = {"query": "query_norm", "key": "key_norm"}
+        for role, weight in self.given.items():
+            if role not in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+                setattr(self, names.get(role, role), Norm(config, [weight]))
+        prefix = f"model.layers.{number}."
+        self.scalar = self.others[f"{prefix}layer_scalar"]
+        if self.experts is not None:
+            factors = self.others[f"{prefix}router.scale"]
+            self.before_router = Norm(config, [factors * config.hidden_size**-0.5])
+            self.expert_scale = self.others[f"{prefix}router.per_expert_scale"]
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        if self.experts is None:
+            return super().feed_forward(x)
+        own = self.shared_down(self.gated(self.shared_gate_up(self.before_mlp(x))))
+        routed = self.routed_mlp(self.before_experts(x), self.router(self.before_router(x)), self.experts)
+        added: Tensor = self.after_shared(own) + self.after_experts(routed)
+        return added
 
     def finish(self, x: Tensor, inputs: Tensor | None) -> Tensor:
         """Add the layer's own embeddings of the tokens, `[R, size]`, to its output `[R, H]`, and scale it."""

@@ -32,6 +32,7 @@ MOST_GROUP = 65536  # largest group whose products compiled kernels add without 
 MOST_NESTED = 256  # most inputs that share a unit, for the same reason
 NESTED_BASE = 32  # added to 8-bit codes of nested factors
 PIECE = 1 << 20  # codes to interleave at once
+HIGH_BITS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]  # places of the high bits of 6-bit codes
 # Twice the values of the 4-bit floating-point numbers E2M1, by their bits.
 FLOAT4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 
@@ -126,10 +127,15 @@ class QuantizedWeight:
         return self.codes.shape
 
     @property
+    def stored_bits(self) -> int:
+        """Bits of a packed code."""
+        return 6 if self.bits == 8 and isinstance(self.scale, NestedFactors) else self.bits
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the weight, with two 4-bit codes per byte."""
+        """Bytes of the weight once it is packed."""
         factors = self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
-        return self.codes.numel() * self.bits // 8 + factors
+        return self.codes.numel() * self.stored_bits // 8 + factors
 
     @property
     def integers(self) -> Tensor:
@@ -280,9 +286,10 @@ class InterleavedWeight:
     """A `QuantizedWeight` packed for compiled kernels, with `lanes` output channels side by side.
 
     Args:
-        codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`, from 0 to 63 with nested factors; with 4 bits
-            `[blocks, in / 8, lanes, 4]`, of each 8 inputs the first 4 in the low halves of bytes, from 0 to 15. If
-            `floating`, they are indices of `FLOAT4`.
+        codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`; with 4 bits `[blocks, in / 8, lanes, 4]`, of each 8
+            inputs the first 4 in the low halves of bytes, from 0 to 15. If `floating`, they are indices of `FLOAT4`.
+            8-bit codes with nested factors take 6 bits, from 0 to 63: `[blocks, in / 16 * 3, lanes, 4]`, of each 16
+            inputs the low 4 bits as above, then the high 2 bits of each 4 inputs that are 4 apart.
         scale, offset: `[blocks, in / group, lanes]`, as in `QuantizedWeight`; units `[blocks, units, lanes]`.
         bits, floating: As in `QuantizedWeight`.
         outputs: Number of output channels. The last block is padded with zeros.
@@ -300,15 +307,18 @@ class InterleavedWeight:
         """Pack a weight."""
         count, inputs = weight.shape
         blocks = -(-count // lanes)
-        words = torch.empty(blocks, inputs * weight.bits // 32, lanes, 4, dtype=torch.uint8)
+        words = torch.empty(blocks, inputs * weight.stored_bits // 32, lanes, 4, dtype=torch.uint8)
         step, base = max(1, PIECE // (lanes * inputs)), _base(weight)
         for begin in range(0, blocks, step):  # pieces need little extra memory
             codes = weight.codes[begin * lanes : (begin + step) * lanes] + base
             assert base != NESTED_BASE or not bool((codes & -2 * NESTED_BASE).any()), "codes of over 6 bits"
             piece = F.pad(codes, (0, 0, 0, -len(codes) % lanes)).view(torch.uint8)
-            if weight.bits == 4:
-                low, high = piece.view(-1, lanes, inputs // 8, 2, 4).unbind(3)
-                parts = low | high << 4
+            if base == NESTED_BASE:
+                fours = piece.view(-1, lanes, inputs // 16, 4, 4)
+                low, high = _paired_halves(fours & 15), (fours >> 4 << HIGH_BITS).sum(3, True, dtype=torch.uint8)
+                parts = torch.cat([low, high], 3).flatten(2, 3)
+            elif weight.bits == 4:
+                parts = _paired_halves(piece.view(-1, lanes, inputs // 4, 4))
             else:
                 parts = piece.view(-1, lanes, inputs // 4, 4)
             words[begin : begin + step] = parts.transpose(1, 2)
@@ -350,7 +360,12 @@ class InterleavedWeight:
     @property
     def group(self) -> int:
         """Number of inputs that share a scale."""
-        return self.codes.size(1) * 32 // self.bits // self.scale.shape[1]
+        return self.codes.size(1) * 32 // self.stored_bits // self.scale.shape[1]
+
+    @property
+    def stored_bits(self) -> int:
+        """As in `QuantizedWeight`."""
+        return 6 if self.bits == 8 and isinstance(self.scale, NestedFactors) else self.bits
 
     @property
     def nbytes(self) -> int:
@@ -360,7 +375,12 @@ class InterleavedWeight:
         """Return the output channels with these indices, `[n]` int64."""
         block, lane = index // self.codes.size(2), index % self.codes.size(2)
         codes = self.codes[block, :, lane]
-        codes = (torch.stack([codes & 15, codes >> 4], 2) if self.bits == 4 else codes) - _base(self)
+        if self.stored_bits == 6:
+            low, high = codes.unflatten(1, (-1, 3)).split([2, 1], 2)
+            codes = _apart(low) | (high >> HIGH_BITS & 3) << 4
+        elif self.bits == 4:
+            codes = _apart(codes)
+        codes = codes - _base(self)
         scale = _map_factors(self.scale, lambda part: part[block, :, lane])
         offset = None if self.offset is None else _map_factors(self.offset, lambda part: part[block, :, lane])
         return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits, self.floating)
@@ -375,6 +395,18 @@ def _base(weight: QuantizedWeight | InterleavedWeight) -> int:
     if weight.bits == 4:
         return 8 if weight.offset is None and not weight.floating else 0
     return NESTED_BASE if isinstance(weight.scale, NestedFactors) else 0
+
+
+def _paired_halves(codes: Tensor) -> Tensor:
+    """Put each two fours of 4-bit codes `[..., fours, 4]` into one, the second into the high halves of bytes."""
+    low, high = codes.unflatten(-2, (-1, 2)).unbind(-2)
+    pairs: Tensor = low | high << 4
+    return pairs
+
+
+def _apart(codes: Tensor) -> Tensor:
+    """Undo `_paired_halves`."""
+    return torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
 
 
 def _in_blocks(factors: Tensor, blocks: int, lanes: int) -> Tensor:

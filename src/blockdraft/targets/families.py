@@ -201,6 +201,7 @@ def mixed_shape_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
             LayerKind(
                 Rope(tuple(frequencies.tolist())),
                 None if full else config.sliding_window,
+                routed=bool(config.enable_moe_block),
                 head_dim=size,
                 num_kv_heads=int(own.num_key_value_heads),
                 intermediate_size=config.intermediate_size * (2 if shares and config.use_double_wide_mlp else 1),
@@ -301,13 +302,24 @@ def _gemma3(config: AnyConfig) -> dict[str, Any]:
 
 
 def _gemma4(config: AnyConfig) -> dict[str, Any]:
-    """Add norms of values, factors on the outputs of layers, and an embedding of each layer."""
-    if config.enable_moe_block or config.attention_bias:
-        raise NotCovered("it has routed experts beside each MLP, or biases of attention")
+    """Add norms of values, factors on the outputs of layers, an embedding of each layer, and experts beside MLPs."""
+    if config.attention_bias:
+        raise NotCovered("it has biases of attention")
+    experts = None
+    if config.enable_moe_block:
+        experts = Experts(
+            count=config.num_experts,
+            chosen=config.top_k_experts,
+            intermediate_size=config.moe_intermediate_size,
+            normed=True,
+            shared_size=config.intermediate_size,
+            beside=True,
+        )
     last: Any = config.per_layer_config[config.num_hidden_layers - 1]
     return {
         "activation": config.hidden_activation,
         "embedding_scale": config.hidden_size**0.5,
+        "experts": experts,
         "final_softcap": config.final_logit_softcapping,
         "head_dim": last.head_dim,
         "layer_input_size": config.hidden_size_per_layer_input or 0,

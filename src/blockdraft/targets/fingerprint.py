@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -60,19 +61,24 @@ def other_target_warning(drafter: str | Path, trained_for: str | None, target: T
 
 
 def sampled_fingerprint(samples: Iterable[tuple[str, Sequence[int], Tensor]], base: str = "") -> str:
-    """Return `weights_fingerprint` from names, shapes, and the values at `sampled_places`."""
+    """Return `weights_fingerprint` from names, shapes, and the values at `sampled_positions`."""
     lines = {}
     for name, shape, values in samples:
         lines[name] = json.dumps([name, list(shape), values.to("cpu", torch.bfloat16).tolist()])
     return _hash("".join([base, *(lines[name] for name in sorted(lines))]).encode())
 
 
+@cache
+def sampled_positions(count: int) -> Tensor:
+    """Return the indices of the sampled values among the `count` values of a weight, int64."""
+    return torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
+
+
 def sampled_places(shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the indices of the sampled values of a weight, an int64 tensor for each dimension."""
-    count = math.prod(shape)
-    at = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
+    """Return `sampled_positions` as an int64 tensor for each dimension."""
     # Torch's own unravel_index imports sympy, which takes long.
-    return tuple(torch.as_tensor(axis) for axis in np.unravel_index(at.numpy(), tuple(shape)))
+    indices = np.unravel_index(sampled_positions(math.prod(shape)).numpy(), tuple(shape))
+    return tuple(torch.as_tensor(axis) for axis in indices)
 
 
 def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:

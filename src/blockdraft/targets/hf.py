@@ -24,7 +24,7 @@ from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import logit_factor, own_tensors
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
 from blockdraft.targets.model_config import load_config
-from blockdraft.targets.weights import load_model
+from blockdraft.targets.weights import expert_parts, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers without a state
 ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along a chain and not along a tree"
 # Families whose experts transformers stacks.
-EXPERTS_TOGETHER = ("lfm2_moe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
+EXPERTS_TOGETHER = ("gemma4_text", "lfm2_moe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
 # Families whose output would be wrong, though their layers attend or are recurrent.
 REFUSED_FAMILIES = {
     "bloom": ALIBI,
@@ -284,7 +284,7 @@ EXPERT_PARTS = {"lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w
 def _experts_alone(name: str, weight_EOI: Tensor, spelled: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a layer's experts one by one, as in checkpoints; transformers stacks them."""
     place, _, kind = name.rpartition(".")
-    parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+    parts = expert_parts(place, kind)
     for expert, weight in enumerate(weight_EOI):
         for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
             yield f"{place}.{expert}.{spelled.get(part, part)}.weight", own

@@ -263,7 +263,7 @@ class NativeTarget(CheckpointTarget):
             host = CompiledHost(
                 **shared,
                 decoder=self.compiled,
-                head_dim=self.decoder.config.head_dim,
+                head_dim=self.decoder.config.head_divisor,
                 bits=self._draft_bits(network),
             )
             try:
@@ -307,7 +307,7 @@ class NativeTarget(CheckpointTarget):
         with self.lock, torch.no_grad():
             if self.compiled is not None:
                 return TargetOutput(
-                    *self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at, inputs)
+                    *self.compiled.forward(tokens, parents, cache, memories, target_layers, logits_at, inputs)
                 )
             window = None if inputs is None else self._convolution_window(parents, cache)
             recurrent: dict[int, DeltaRecurrence] = {}

@@ -94,7 +94,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     packs = compile != "off" and why_not_packed(wanted, dtype, device) is None
-    made = build(kind, store, wanted.head_dim, bool(quantize or few), dtype) if packs else None
+    made = build(kind, store, wanted.head_divisor, bool(quantize or few), dtype) if packs else None
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = tensors[name].read()

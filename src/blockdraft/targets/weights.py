@@ -92,16 +92,25 @@ def _experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     apart = {}
     for name, whole in tensors.items():
         place, _, kind = name.rpartition(".")
-        if not place.endswith(".mlp.experts") or len(whole.shape) != 3:
+        if not place.endswith(".experts") or len(whole.shape) != 3:
             apart[name] = whole
             continue
-        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+        parts = expert_parts(place, kind)
         experts, size, inputs = whole.shape[0], whole.shape[1] // len(parts), whole.shape[2]
         for expert in range(experts):
             for number, part in enumerate(parts):
                 read = partial(_read_expert, whole, expert, slice(number * size, (number + 1) * size))
                 apart[f"{place}.{expert}.{part}.weight"] = Stored((size, inputs), whole.kind, read)
     return apart
+
+
+def expert_parts(place: str, kind: str) -> list[str]:
+    """Return the matrices of an expert in a tensor of all experts.
+
+    Experts beside an MLP, as in Gemma 4, have gates and the values that they multiply in one matrix.
+    """
+    beside = place.rsplit(".", 2)[-2].isdigit()
+    return ["gate_proj", "up_proj"] if kind == "gate_up_proj" and not beside else [kind]
 
 
 def _read_expert(whole: Stored, expert: int, rows: slice) -> Tensor:

@@ -312,7 +312,7 @@ def test_no_nodes_and_no_rows_are_nothing_to_do(target: Any) -> None:
         nodes, cache = torch.zeros(batch, count, dtype=torch.int64), KVCache(2, 8)
         cache.commit([range(5)] * 2)
         rows = cache.of(cache.starts[:batch])
-        logits, hidden_states, best = target.compiled.forward(nodes, nodes, rows, store, TARGET_LAYERS)
+        logits, hidden_states, best = target.compiled.forward(nodes, nodes, rows, [store], TARGET_LAYERS)
         assert logits.shape == (batch, count, target.vocab_size) and best.shape == nodes.shape
         assert hidden_states.shape == (batch, count, 3 * target.hidden_size)
     assert not store.any()

@@ -152,7 +152,7 @@ def test_arm_computes_what_torch_computes(hidden_states: str, tmp_path: Path) ->
             laid = InterleavedWeight.of(own, LANES_OF_ARM)
             tensors = laid.tensors()
             kinds = [FACTORS[tensors[name].dtype] if name in tensors else -1 for name in ("scale", "offset")]
-            kind = FLOAT4 if own.floating else INTEGERS[own.bits]
+            kind = FLOAT4 if own.floating else INTEGERS[own.stored_bits]
             sizes = own.shape[1], own.shape[0], kind, own.group, *kinds, 9
             file.write(struct.pack("<9q", *sizes, laid.codes.nbytes, max(spans(own.scale, own.offset), default=0)))
             for each in (*tensors.values(), x):

@@ -187,6 +187,9 @@ MIXTURE = {
     **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in MLPS},
     **{f"{name} quantized": (set_layer(name, kind=2), KIND) for name in MLPS},
     "a norm behind experts": (set_layer("after_mlp", 8), SIZES),
+    "a router with a norm of its own": (set_layer("before_router", 8), SIZES),
+    "values that are keys": (set_layer("values_are_keys", 1), SIZES),
+    **{f"a layer with heads of {size}": (set_layer("head_dim", size), SIZES) for size in (-8, 3, 1024)},
     "experts that are convolved": (set_layer("mlp_conv", taps=1, groups=1, base=8), SIZES),
 }
 
@@ -212,7 +215,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
 
     def forward(decoder: CompiledDecoder = decoder) -> object:
         tokens, parents = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, 0]] * 2)
-        return decoder.forward(tokens.clone(), parents, cache, store, (0, 3))
+        return decoder.forward(tokens.clone(), parents, cache, [store], (0, 3))
 
     mixture: Any = load_target(mixture_dir, "float32", "cpu", "native", compile="on")
 
@@ -369,11 +372,12 @@ def test_weights_quantized_are_checked() -> None:
     for factors in ({"scale_kind": 1}, {"offset": scale.data_ptr(), "offset_kind": 2}):
         assert "or its scales or offsets are" in multiply(few, 2, 16, **factors)
     nested = {"inputs": 32, "scale_kind": 2, "scale_unit": scale.data_ptr(), "span": 2}
-    assert multiply(few, 2, 16, **nested) == "nothing"
+    assert multiply(few, 3, 16, **nested) == multiply(few, 6, 16, **nested) == "nothing"
+    assert "of a kind" in multiply(few, 2, 16, **nested)
     for wrong in ({"span": 0}, {"scale_unit": None}):
-        assert "or its scales or offsets are" in multiply(few, 2, 16, **(nested | wrong)), wrong
+        assert "or its scales or offsets are" in multiply(few, 6, 16, **(nested | wrong)), wrong
     for wrong in ({"span": 1}, {"span": -2}, {"span": 4}, {"span": 32}, {"group": 8}):
-        assert "groups of a weight" in multiply(few, 2, wrong.pop("group", 16), **(nested | wrong)), wrong
+        assert "groups of a weight" in multiply(few, 6, wrong.pop("group", 16), **(nested | wrong)), wrong
     for group in (0, 4, 12, 32, -8, 1 << 20):
         assert "groups of a weight" in multiply(few, 3, group), group
 

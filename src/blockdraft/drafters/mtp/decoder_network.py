@@ -98,7 +98,7 @@ class DecoderMTPNetwork(MTPHead):
         queries, new, gate = self._heads(entries, positions)
         attended = attend(queries.transpose(1, 2), *new.transpose(1, 2).chunk(2, dim=1))
         x = entries.flatten(0, 1) + layer.attended(attended.transpose(1, 2), gate)
-        return (x + layer.mlp(layer.before_mlp(x))).view_as(entries)
+        return (x + layer.feed_forward(x)).view_as(entries)
 
     def to(self, *args: Any, **kwargs: Any) -> DecoderMTPNetwork:
         """Return the network, whose weights are in place. Norms of the layer are float32 beside any dtype."""

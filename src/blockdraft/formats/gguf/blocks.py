@@ -6,6 +6,7 @@ The layouts are those of `ggml-common.h` and of `gguf.quants`, whose tables are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeAlias
 
 import gguf
@@ -236,14 +237,15 @@ def empty_interleaved(kinds: Sequence[str], outputs: int, inputs: int, lanes: in
         block = READERS[kind](torch.zeros(1, 1, size, dtype=torch.uint8))
         assert isinstance(block, QuantizedWeight), kind
         parts.append(block)
-    one = InterleavedWeight.of(concatenate_weights(parts), lanes)
+    block_of_each = InterleavedWeight.of(concatenate_weights(parts), lanes)
     tensors = {
         name: tensor.new_empty(outputs // lanes, tensor.size(1) * inputs // values, *tensor.shape[2:])
-        for name, tensor in one.tensors().items()
+        for name, tensor in block_of_each.tensors().items()
     }
-    return InterleavedWeight.of_tensors(tensors, one.bits, outputs)
+    return InterleavedWeight.of_tensors(tensors, block_of_each.bits, outputs)
 
 
+@cache
 def bytes_held(kind: str) -> float:
     """Return the bytes of memory per value of a quantized matrix once it is read."""
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

@@ -74,8 +74,7 @@ class GGUFTensor:
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
         shape = (*self.shape[:-1], self.shape[-1] // values * size)
         yield np.frombuffer(self.file, np.uint8, math.prod(shape), self.place).reshape(shape)
-        if hasattr(self.file, "madvise"):  # releases the pages that were read, and others that came with them
-            self.file.madvise(mmap.MADV_DONTNEED)
+        _release(self.file)
 
     def read(self, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
         """Read the tensor, whose type must be one of `READERS` or `INDICES`.
@@ -92,6 +91,28 @@ class GGUFTensor:
             assert isinstance(weight, Tensor), "few bits are for matrices"
             return weight[channels]
         return weight
+
+
+def dense(weight: Tensor | QuantizedWeight) -> Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
+def read_values(tensors: Sequence[GGUFTensor], positions: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Read some values of tensors of one type in one file, at `positions`, `[n]` int64 for each tensor."""
+    kind, file = tensors[0].kind, tensors[0].file
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    begins = [tensor.place + own // values * size for tensor, own in zip(tensors, positions, strict=True)]
+    raw = np.frombuffer(file, np.uint8)[(torch.cat(begins)[:, None] + torch.arange(size)).numpy()]
+    _release(file)
+    blocks, within = dense(READERS[kind](torch.from_numpy(raw).unsqueeze(1))), torch.cat(list(positions)) % values
+    parts: Sequence[Tensor] = blocks[torch.arange(len(blocks)), within].split(list(map(len, positions)))
+    return parts
+
+
+def _release(file: mmap.mmap) -> None:
+    """Release the memory of the pages that were read."""
+    if hasattr(file, "madvise"):
+        file.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@
 #define DESCRIBED(S) S##_FIELDS(ENTRY, S) {#S, "", 0, sizeof(S)},
 
 /* weight: [blocks, inputs, LANES] of floats; with 8 bits [blocks, inputs / 4, LANES, 4]; with 4 bits [blocks,
-   inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes. scale, and offset or null: [blocks,
-   inputs / group, LANES], each FLOAT32 or FLOAT16. If span is not 0 they are nested: INT8 times a unit, FLOAT16 [blocks,
-   inputs / group / span, LANES], and codes of 8 bits are from 0 to 63 and mean 32 less. FLOAT4 has neither offset nor
-   span. bias: [blocks * LANES] or null. */
+   inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes; with 6 bits [blocks, inputs / 16, 3,
+   LANES, 4], of each 16 inputs the low 4 bits as with 4 bits, then bytes with the high 2 bits of 4 inputs that are 4 apart.
+   scale, and offset or null: [blocks, inputs / group, LANES], each FLOAT32 or FLOAT16. If span is not 0 they are nested:
+   INT8 times a unit, FLOAT16 [blocks, inputs / group / span, LANES]. Codes of 6 bits mean 32 less, and their scales are
+   nested. INT8 and FLOAT4 have no span, and FLOAT4 no offset. bias: [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
     FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const void *, offset)           \
     FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \
@@ -27,7 +28,14 @@ STRUCT(Convolution)
 /* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only.
    sinks: further scores of each head, or null. With a router (experts.h) gate_up and down hold all experts, one behind the
    other; expert_bias is [experts], with `sigmoid`. filter: null, or [kernel, hidden] of a short convolution in the place of
-   attention (shortconv.h). */
+   attention (shortconv.h). With before_router the experts of all rows stand beside the shared one (Gemma 4): router and
+   experts have norms of their own, outputs of both are normed, and expert_scale, [experts], are factors on shares.
+
+   head_dim is not 0 if layers differ in shape (Gemma 4). Then head_dim, kv_heads and inner are those of the layer, values
+   are normed without weights, and outputs are multiplied by `scale`. place: where the layer's keys and values are among
+   those of its store, which is the second one with `second`. shared: they are those that an earlier layer wrote.
+   values_are_keys: values are keys before their norm. input_gate and input_projection add the layer's embedding of the
+   token, normed by after_input. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -37,7 +45,13 @@ STRUCT(Convolution)
     FIELD(S, i64, window) FIELD(S, i64, whole_block)                                                      \
     FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)                                 \
     FIELD(S, Linear, router) FIELD(S, Linear, shared_gate_up) FIELD(S, Linear, shared_down)               \
-    FIELD(S, Linear, shared_gate) FIELD(S, const float *, expert_bias) FIELD(S, const float *, filter) FIELD(S, const float *, sinks)
+    FIELD(S, Linear, shared_gate) FIELD(S, const float *, expert_bias) FIELD(S, const float *, filter)    \
+    FIELD(S, const float *, sinks) FIELD(S, const float *, before_router)                                 \
+    FIELD(S, const float *, before_experts) FIELD(S, const float *, after_shared)                         \
+    FIELD(S, const float *, after_experts) FIELD(S, const float *, expert_scale)                          \
+    FIELD(S, Linear, input_gate) FIELD(S, Linear, input_projection) FIELD(S, const float *, after_input)  \
+    FIELD(S, i64, head_dim) FIELD(S, i64, kv_heads) FIELD(S, i64, inner) FIELD(S, i64, place)             \
+    FIELD(S, i64, second) FIELD(S, i64, shared) FIELD(S, i64, values_are_keys) FIELD(S, float, scale)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
@@ -47,7 +61,9 @@ STRUCT(Layer)
    that a row chooses. expert_inner, shared_inner: inner size of each, and of the one that all rows use, or 0. normed:
    whether the shares of those that are chosen sum to one. sigmoid: whether shares are sigmoids of scores, and not
    softmaxes. share_scale: factor on shares. kernel: tokens that short convolutions read. clamp_alpha, clamp_limit: those
-   of a clamped SwiGLU; without a limit there is none. */
+   of a clamped SwiGLU; without a limit there is none. head_dim, kv_heads, inner: the largest, if layers differ. input_size:
+   size of each layer's embedding of a token, or 0. All of a token are a row of input_table; input_projection of its
+   embedding is normed by input_norm and added. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -58,7 +74,8 @@ STRUCT(Layer)
     FIELD(S, i64, pairs) FIELD(S, i64, normed_stream) FIELD(S, i64, rotated)                              \
     FIELD(S, i64, experts) FIELD(S, i64, chosen) FIELD(S, i64, expert_inner) FIELD(S, i64, shared_inner)  \
     FIELD(S, i64, normed) FIELD(S, i64, sigmoid) FIELD(S, float, share_scale) FIELD(S, i64, kernel)   \
-    FIELD(S, float, clamp_alpha) FIELD(S, float, clamp_limit)
+    FIELD(S, float, clamp_alpha) FIELD(S, float, clamp_limit) FIELD(S, Linear, input_table)             \
+    FIELD(S, Linear, input_projection) FIELD(S, const float *, input_norm) FIELD(S, i64, input_size)
 STRUCT(Model)
 
 /* embedded: embeddings in the place of tokens, or null. reach: number of last committed tokens that nodes attend to. pool:
@@ -67,7 +84,7 @@ STRUCT(Model)
    of the logits as `best_of` returns it, or null. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots:
    number of first committed tokens that no node attends to. done: nodes of each row that earlier calls have written behind
    the committed tokens. `parents`, [batch, done + nodes], includes them. inputs: inputs of short convolutions, [layers with
-   one, slots, hidden]. */
+   one, slots, hidden]. second_store: the store of layers with `second`. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
     FIELD(S, const i64 *, target_layers) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded) \
@@ -77,7 +94,8 @@ STRUCT(Model)
     FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                  \
     FIELD(S, float *, hidden_states) FIELD(S, float *, logits) FIELD(S, float *, workspace)               \
     FIELD(S, i64 *, best) FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)  \
-    FIELD(S, float *, inputs)
+    FIELD(S, float *, inputs) FIELD(S, void *, second_store) FIELD(S, i64, second_layer_stride)           \
+    FIELD(S, i64, second_head_stride)
 STRUCT(Call)
 
 /* Chains of draft tokens. kept: tokens of the head's outputs. tokens: [batch, draft_tokens + 1], the first of which is given.
@@ -159,7 +177,8 @@ static i64 check_kind(const Linear *l) {
     REFUSE(!l->weight, POINTER);
     if (l->kind == WEIGHT) return 0;
     REFUSE(!IS_INTEGER(l) || !l->scale, KIND);
-    REFUSE(l->kind == FLOAT4 && (l->offset || l->span), KIND);
+    REFUSE(l->kind == FLOAT4 && l->offset, KIND);
+    REFUSE((l->kind != INT4 && l->span) != (l->kind == INT6), KIND);
     REFUSE(l->group < 8 || l->group % 8 || l->group > MOST_GROUP || l->inputs % l->group, GROUP);
     REFUSE(l->span < 0 || l->span % 2 || l->span > MOST_NESTED / l->group, GROUP);
     REFUSE(l->span && (l->group % 16 || l->inputs / l->group % l->span), GROUP);
@@ -185,6 +204,26 @@ static i64 check_convolution(const Convolution *c, i64 size) {
 /* Return whether a layer reads pairs. */
 static int reads_pairs(const Model *m, i64 index) { return m->pairs && !m->joined.weight && !index; }
 
+/* Return the model with the shape of one layer. */
+static Model shaped(const Model *m, const Layer *layer) {
+    Model own = *m;
+    if (layer->head_dim)
+        own.head_dim = layer->head_dim, own.kv_heads = layer->kv_heads, own.inner = layer->inner, own.rotated = 0;
+    return own;
+}
+
+static i64 check_shaped(const Model *m, const Layer *layer) {
+    if (!layer->head_dim) return 0;
+    REFUSE(layer->head_dim < LANES || layer->head_dim % LANES || layer->head_dim > m->head_dim || m->pairs, SIZES);
+    REFUSE(layer->kv_heads < 1 || layer->kv_heads > m->kv_heads || m->heads % layer->kv_heads, SIZES);
+    REFUSE(layer->inner < 1 || layer->inner > m->inner || layer->place < 0 || layer->place >= m->num_layers, SIZES);
+    REFUSE(layer->filter || layer->attention_conv.taps || layer->mlp_conv.taps || m->input_size < 0, SIZES);
+    if (!m->input_size) return 0;
+    REFUSE(!layer->after_input, POINTER);
+    const i64 wrong = check_linear(&layer->input_gate, m->hidden, m->input_size);
+    return wrong ? wrong : check_linear(&layer->input_projection, m->input_size, m->hidden);
+}
+
 static i64 check_mlp(const Model *m, const Layer *layer) {
     const i64 H = m->hidden, E = m->experts, shared = m->shared_inner;
     if (!layer->router.weight) {
@@ -193,30 +232,42 @@ static i64 check_mlp(const Model *m, const Layer *layer) {
     }
     REFUSE(E < 1 || E > MOST || m->expert_inner < 1 || m->expert_inner > MOST / E || H > MOST / E, SIZES);
     REFUSE(m->chosen < 1 || m->chosen > E || m->chosen > MOST_CHOSEN || shared < 0 || shared > MOST, SIZES);
-    REFUSE(2 * m->expert_inner % LANES || H % LANES || layer->after_mlp || layer->mlp_conv.taps, SIZES);
+    REFUSE(2 * m->expert_inner % LANES || H % LANES || layer->mlp_conv.taps, SIZES);
+    REFUSE(!layer->before_router != !layer->after_mlp || (layer->before_router && !shared), SIZES);
+    REFUSE(layer->before_router && (!layer->before_experts || !layer->after_experts || !layer->after_shared), POINTER);
+    REFUSE(layer->before_router && !layer->expert_scale, POINTER);
     REFUSE(m->sigmoid && !layer->expert_bias, POINTER);
     i64 wrong = check_linear(&layer->router, H, E);
     if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * E * m->expert_inner);
     if (!wrong) wrong = check_linear(&layer->down, m->expert_inner, E * H);
     if (!wrong && shared) wrong = check_linear(&layer->shared_gate_up, H, 2 * shared);
     if (!wrong && shared) wrong = check_linear(&layer->shared_down, shared, H);
-    if (!wrong && shared) wrong = check_linear(&layer->shared_gate, H, 1);
+    if (!wrong && shared && !layer->before_router) wrong = check_linear(&layer->shared_gate, H, 1);
     return wrong;
 }
 
 static i64 check_layers(const Model *m) {
-    const i64 H = m->hidden, mixed = m->heads * m->head_dim;
+    const i64 H = m->hidden, inputs = m->num_layers * m->input_size;
     REFUSE(m->pairs && (!m->token_norm || !m->hidden_state_norm), POINTER);
     const i64 unfit = m->pairs && m->joined.weight ? check_linear(&m->joined, 2 * H, H) : 0;
     REFUSE(unfit, -unfit);
+    REFUSE(m->input_size < 0 || m->input_size > MOST / m->num_layers || (m->input_size && !m->input_norm), SIZES);
+    i64 odd = m->input_size ? check_linear(&m->input_projection, H, inputs) : 0;
+    if (!odd && m->input_size) odd = check_linear(&m->input_table, inputs, m->input_table.outputs);
+    REFUSE(odd, -odd);
     for (i64 index = 0; index < m->num_layers; index++) {
         const Layer *layer = m->layers + index;
         REFUSE(reads_pairs(m, index) && layer->attention_conv.taps, SIZES);
         REFUSE(layer->filter && (m->kernel < 1 || reads_pairs(m, index) || layer->attention_conv.taps), SIZES);
-        const i64 outputs = layer->filter ? 3 * H : mixed + 2 * m->kv_heads * m->head_dim;
-        i64 wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, outputs);
+        i64 wrong = check_shaped(m, layer);
+        REFUSE(wrong, -wrong);
+        const Model own = shaped(m, layer);
+        const i64 mixed = m->heads * own.head_dim, parts = layer->shared ? 0 : layer->values_are_keys ? 1 : 2;
+        const i64 outputs = layer->filter ? 3 * H : mixed + parts * own.kv_heads * own.head_dim;
+        REFUSE(parts < 2 && !layer->head_dim, SIZES);
+        wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, outputs);
         if (!wrong) wrong = check_linear(&layer->output, layer->filter ? H : mixed, H);
-        if (!wrong) wrong = check_mlp(m, layer);
+        if (!wrong) wrong = check_mlp(&own, layer);
         if (!wrong) wrong = check_convolution(&layer->attention_conv, H);
         if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
         REFUSE(wrong, -wrong);
@@ -245,6 +296,9 @@ static i64 check_nodes(const Model *m, const Call *call) {
     REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
     REFUSE(rows && m->pairs && !call->beside, POINTER);
     for (i64 index = 0; rows && index < m->num_layers; index++) REFUSE(m->layers[index].filter && !call->inputs, POINTER);
+    for (i64 index = 0; rows && index < m->num_layers; index++)
+        REFUSE(m->layers[index].second && !call->second_store, POINTER);
+    REFUSE(rows && m->input_size && (!call->tokens || call->embedded), POINTER);
     REFUSE(call->num_target_layer_ids < 0, TARGET_LAYERS);
     REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
     REFUSE(call->num_target_layer_ids && rows && (!call->target_layers || !call->hidden_states), POINTER);
@@ -260,6 +314,7 @@ static i64 check_nodes(const Model *m, const Call *call) {
     for (i64 k = 0; k < call->num_logits && call->logits_at; k++)
         REFUSE(call->logits_at[k] < 0 || call->logits_at[k] >= rows, LOGITS);
     for (i64 node = 0; node < rows && !call->embedded; node++)
-        REFUSE(call->tokens[node] < 0 || call->tokens[node] >= m->embedding.outputs, TOKENS);
+        REFUSE(call->tokens[node] < 0 || call->tokens[node] >= m->embedding.outputs
+                   || (m->input_size && call->tokens[node] >= m->input_table.outputs), TOKENS);
     return 0;
 }

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from blockdraft.kernels.cpu.library import (
     KINDS,
+    LAYER_INPUTS,
     NORMS,
+    NORMS_BESIDE,
     PROJECTIONS,
     ROUTED,
     CallFields,
@@ -32,6 +34,7 @@ from blockdraft.nn.packed import check_tokens
 
 MOST_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
 MOST_CHOSEN = 1024  # experts that a token uses
+MOST_SHAPES = 2  # of heads
 FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the sequences
 EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
@@ -42,8 +45,10 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
         return f"it does not know the activation {config.activation}"
     if config.delta_net is not None:
         return "it does not know recurrent layers"
-    if config.mixed:
-        return "it does not know layers of several shapes"
+    if len(config.memories) > MOST_SHAPES:
+        return f"it does not know heads of more than {MOST_SHAPES} shapes"
+    if config.layer_input_size and config.layer_input_vocab < config.vocab_size:
+        return "some tokens have no embeddings of its layers"
     if config.experts is not None and config.experts.chosen > MOST_CHOSEN:
         return f"each token uses more than {MOST_CHOSEN} experts"
     return why_not_packed(config, dtype, device)
@@ -54,7 +59,7 @@ def why_not_packed(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     experts = config.experts
     if experts is not None and (config.hidden_size % MOST_LANES or 2 * experts.intermediate_size % MOST_LANES):
         return f"sizes of its experts are no multiples of {MOST_LANES}"
-    return why_not_compiled(dtype, device, config.head_dim)
+    return why_not_compiled(dtype, device, config.head_divisor)
 
 
 def why_not_compiled(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
@@ -184,14 +189,16 @@ class CompiledDecoder(CompiledLayers):
         self._decoder = decoder
         layer: Any  # types of submodules are unknown
         for own, layer in zip(self._layers, decoder.layers, strict=True):
-            for name in (*PROJECTIONS, *ROUTED):
+            for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS):
                 if hasattr(layer, name):
                     setattr(own, name, library.linear(getattr(layer, name)))
-            for name in NORMS:
+            for name in (*NORMS, *NORMS_BESIDE, "after_input"):
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
             if layer.convolution is not None:
                 own.filter = self._pointer(layer.convolution.kernel)
+            elif config.mixed:
+                self._set_shape(own, layer, config)
             elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
@@ -211,7 +218,11 @@ class CompiledDecoder(CompiledLayers):
             routing = {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
             routing |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
             routing |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
-        clamped = config.clamped
+        inputs: dict[str, Any] = {}
+        if config.layer_input_size:
+            inputs = {name: library.linear(getattr(decoder, name)) for name in ("input_table", "input_projection")}
+            inputs |= {"input_norm": self._pointer(decoder.input_norm.weight), "input_size": config.layer_input_size}
+        clamped, numbers_of_layers = config.clamped, range(len(config.layers))
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,
@@ -220,9 +231,9 @@ class CompiledDecoder(CompiledLayers):
             num_layers=len(config.layers),
             hidden=config.hidden_size,
             heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            inner=config.intermediate_size,
+            kv_heads=max(map(config.kv_heads_of, numbers_of_layers)),
+            head_dim=max(map(config.head_dim_of, numbers_of_layers)),
+            inner=max(config.dense_inner_size(layer) for layer in numbers_of_layers),
             gelu=config.activation != "silu",
             rotated=config.rotated,
             eps=config.norm_eps / residual**2,
@@ -234,14 +245,30 @@ class CompiledDecoder(CompiledLayers):
             clamp_alpha=0.0 if clamped is None else clamped.alpha,
             clamp_limit=0.0 if clamped is None else clamped.limit,
             **routing,
+            **inputs,
         )
+
+    def _set_shape(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
+        """Set the fields of a layer whose shape differs from others'."""
+        number = layer.number
+        kind = config.layers[number]
+        keys_of = number if kind.keys_of is None else kind.keys_of
+        stores = list(config.memories.values())
+        second = keys_of not in stores[0]
+        own.head_dim, own.kv_heads = config.head_dim_of(number), config.kv_heads_of(number)
+        own.inner, own.place, own.second = config.dense_inner_size(number), stores[second].index(keys_of), second
+        own.shared, own.values_are_keys, own.scale = keys_of != number, kind.values_are_keys, float(layer.scalar)
+        own.query_norm = self._pointer(layer.query_norm.weight)
+        own.key_norm = None if own.shared else self._pointer(layer.key_norm.weight)
+        if layer.expert_scale is not None:
+            own.expert_scale = self._pointer(layer.expert_scale)
 
     def forward(
         self,
         tokens: Tensor,
         parents: Tensor,
         cache: KVCache,
-        memory: Tensor,
+        memories: Sequence[Tensor],
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
         inputs: Tensor | None = None,
@@ -251,7 +278,8 @@ class CompiledDecoder(CompiledLayers):
         Args:
             tokens, parents: `[B, N]` int64, as in `Proposal`.
             cache: Cache of the B sequences.
-            memory: The cache's memory, `[layers with attention, 2 * num_kv_heads, slots, D]`, keys before values.
+            memories: The cache's memory for each of `DecoderConfig.memories`, `[layers, 2 * kv_heads, slots, D]`, keys
+                before values.
             target_layers, logits_at: As in `Decoder.forward`.
             inputs: Inputs of short convolutions, `[layers with one, 1, slots, H]` float32, if there are any.
 
@@ -263,10 +291,10 @@ class CompiledDecoder(CompiledLayers):
         config, lengths = self._decoder.config, cache.lengths
         end = cache.check_room(count)
         assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
-        layers, heads, slots, size = memory.shape
-        expected = config.attention_layers, 2 * config.num_kv_heads, self.library.slot_size(config.head_dim)
-        assert (layers, heads, size) == expected, memory.shape
-        assert memory.is_contiguous() and memory.dtype == self.library.store_dtype, (memory.stride(), memory.dtype)
+        memory, second, slots = memories[0], memories[-1], memories[0].size(2)
+        for own, ((heads, head_dim), layers) in zip(memories, config.memories.items(), strict=True):
+            assert own.shape == (len(layers), 2 * heads, slots, self.library.slot_size(head_dim)), own.shape
+            assert own.is_contiguous() and own.dtype == self.library.store_dtype, (own.stride(), own.dtype)
         if inputs is not None:
             assert inputs.shape == (config.convolved_layers, 1, slots, config.hidden_size), inputs.shape
             assert inputs.is_contiguous() and inputs.dtype == torch.float32, (inputs.stride(), inputs.dtype)
@@ -298,6 +326,9 @@ class CompiledDecoder(CompiledLayers):
             logits=logits.data_ptr(),
             best=best.data_ptr(),
             inputs=None if inputs is None else inputs.data_ptr(),
+            second_store=second.data_ptr(),
+            second_layer_stride=second.stride(0),
+            second_head_stride=second.stride(1),
         )
         self._run(call, end, tokens)
         if hidden_states is not None and self._unscale != (1, 1):

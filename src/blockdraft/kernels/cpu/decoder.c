@@ -231,6 +231,27 @@ static void attention(Thread *t, const Model *m, const Layer *layer, const Call 
         attend_all(m, layer, call, index, first, last, strange, depths, qkv, mixed, memory + t->index * own_size);
 }
 
+/* Write a key or value to the store. */
+static void store_head(const Call *call, i64 at, i64 D, const float *x) {
+    if (STORE == INT8) {
+        int8_t *to = (int8_t *)call->store + at;
+        float factor;
+        int32_t sum;
+        round_group(x, D, D, to, 4, &factor, &sum);
+        memcpy(to + D, &factor, 4);
+    }
+    for (i64 i = 0; STORE != INT8 && i < D; i++) store_one(call->store, at + i, STORE, x[i]);
+}
+
+/* Norm a value where the layer does, and write it. */
+static void store_value(const Model *m, const Layer *layer, const Call *call, i64 at, float *x, uint8_t *flag) {
+    const i64 D = m->head_dim;
+    const float factor = layer->head_dim ? norm_factor(x, m->eps, D) : 1;
+    for (i64 i = 0; layer->head_dim && i < D; i++) x[i] *= factor;
+    store_head(call, at, D, x);
+    if (flag) *flag = any_strange(x, D);
+}
+
 /* `place` for one head of one node: number `work` of all. */
 static void place_head(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
                        i64 heads, uint8_t *strange, i64 work) {
@@ -240,22 +261,25 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
     /* Nodes that are never committed may lie past the last position. */
     if (position >= m->max_positions) position = m->max_positions - 1;
     float *x = qkv + work * D;
-    if (head < heads + m->kv_heads)
-        rotate(m, layer, head < heads ? layer->query_norm : layer->key_norm, x, position);
-    if (head < heads) return;
-    const i64 at = index * call->layer_stride + (head - heads) * call->head_stride
-        + (call->starts[row] + call->lengths[row] + own) * SLOT(D);
-    if (STORE == INT8) {
-        int8_t *to = (int8_t *)call->store + at;
-        float factor;
-        int32_t sum;
-        round_group(x, D, D, to, 4, &factor, &sum);
-        memcpy(to + D, &factor, 4);
+    const i64 number = head - heads, value = number - m->kv_heads;
+    const i64 at = index * call->layer_stride + (call->starts[row] + call->lengths[row] + own) * SLOT(D);
+    uint8_t *flag = strange ? strange + (row * m->kv_heads + value) * call->nodes + node % call->nodes : 0;
+    if (layer->shared && number >= 0) { /* an earlier layer has written them; values are read again */
+        if (value < 0 || STORE == INT8 || !flag) return;
+        for (i64 i = 0; i < D; i++) x[i] = load_one(call->store, at + number * call->head_stride + i, STORE);
+        *flag = any_strange(x, D);
+        return;
     }
-    for (i64 i = 0; STORE != INT8 && i < D; i++) store_one(call->store, at + i, STORE, x[i]);
-    const i64 value = head - heads - m->kv_heads;
-    if (strange && value >= 0)
-        strange[(row * m->kv_heads + value) * call->nodes + node % call->nodes] = any_strange(x, D);
+    if (value >= 0 && layer->values_are_keys) return;
+    if (number >= 0 && value < 0 && layer->values_are_keys) { /* values come before keys change */
+        float *copy = memcpy(x + m->kv_heads * D, x, 4 * D);
+        const i64 of_value = m->kv_heads * call->nodes;
+        store_value(m, layer, call, at + (number + m->kv_heads) * call->head_stride, copy, flag ? flag + of_value : 0);
+    }
+    if (value < 0) rotate(m, layer, number < 0 ? layer->query_norm : layer->key_norm, x, position);
+    if (number < 0) return;
+    if (value >= 0) store_value(m, layer, call, at + number * call->head_stride, x, flag);
+    else store_head(call, at + number * call->head_stride, D, x);
 }
 
 /* Norm and rotate keys, and `heads` heads of queries. Write keys and values to the store, behind the committed tokens of
@@ -364,17 +388,18 @@ static void tap(Thread *t, const Model *m, const Call *call, i64 layer, const fl
 
 /* Offsets in the workspace, in floats. `end` is the size that is needed. */
 typedef struct {
-    i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, routed, end;
+    i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, routed, given, end;
 } Places;
 
 /* Return whether inputs of a layer or of the head are rounded. */
 static int rounds(const Model *m) {
-    int any = IS_ROUNDED(&m->head) || IS_INTEGER(&m->joined);
+    int any = IS_ROUNDED(&m->head) || IS_INTEGER(&m->joined) || IS_INTEGER(&m->input_projection);
     for (i64 index = 0; index < m->num_layers && !any; index++) {
         const Layer *layer = m->layers + index;
         any = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
             || IS_INTEGER(&layer->down) || IS_INTEGER(&layer->router) || IS_INTEGER(&layer->shared_gate)
-            || IS_INTEGER(&layer->shared_gate_up) || IS_INTEGER(&layer->shared_down);
+            || IS_INTEGER(&layer->shared_gate_up) || IS_INTEGER(&layer->shared_down) || IS_INTEGER(&layer->input_gate)
+            || IS_INTEGER(&layer->input_projection);
     }
     return any;
 }
@@ -394,7 +419,7 @@ static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
 static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     Linear part = *l;
     const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
-    const i64 bytes = HAS_4_BITS(l) ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
+    const i64 bytes = IS_INTEGER(l) ? size * BITS_OF(l->kind) / 8 : size * BYTES(WEIGHT);
     part.weight = (const char *)part.weight + bytes;
     const i64 units = l->span ? factors / l->span : 0;
     if (part.scale) part.scale = (const char *)part.scale + factors * FACTOR_BYTES(l->scale_kind);
@@ -410,7 +435,10 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
 #include "shortconv.h"
 
 /* Return the inner size of the largest MLP that all rows use. */
-static i64 widest_inner(const Model *m) { return m->inner > m->shared_inner ? m->inner : m->shared_inner; }
+static i64 widest_inner(const Model *m) {
+    const i64 inner = m->inner > m->shared_inner ? m->inner : m->shared_inner;
+    return inner > m->input_size ? inner : m->input_size;
+}
 
 static i64 widest_input(const Model *m) {
     const i64 mixed = m->heads * m->head_dim, inner = widest_inner(m), more = mixed > inner ? mixed : inner;
@@ -443,7 +471,8 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
     p.routed = p.rounded + (rounds(m) ? rounded_size(rows, widest_input(m)) : 0);
     if (m->experts) p.routed += p.routed % 2; /* integers of 8 bytes come first */
-    p.end = p.routed + routed_places(m, rows).end;
+    p.given = p.routed + routed_places(m, rows).end;
+    p.end = p.given + 2 * rows * m->num_layers * m->input_size;
     return p;
 }
 
@@ -454,16 +483,53 @@ i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threa
     return wrong ? wrong : places(m, batch * nodes, 0, slots, threads).end;
 }
 
+/* Write a row of a table, times `factor`. */
+static void look_up(const Linear *l, i64 token, float factor, float *to) {
+    const i64 begin = token / LANES * l->inputs * LANES + token % LANES;
+    if (IS_INTEGER(l)) integer_row(l, token, factor, to);
+    else
+        for (i64 i = 0; i < l->inputs; i++) to[i] = factor * load_one(l->weight, begin + i * LANES, WEIGHT);
+}
+
 /* Write the embeddings of the rows from `first` to `last` to x. */
 static void embed(const Model *m, const Call *call, i64 first, i64 last, float *x) {
     const i64 H = m->hidden;
     for (i64 i = first * H; call->embedded && i < last * H; i++) x[i] = m->embedding_scale * call->embedded[i];
-    for (i64 row = first; !call->embedded && row < last; row++) {
-        const i64 token = call->tokens[row], begin = token / LANES * H * LANES + token % LANES;
-        if (IS_INTEGER(&m->embedding)) integer_row(&m->embedding, token, m->embedding_scale, x + row * H);
-        else
-            for (i64 i = 0; i < H; i++)
-                x[row * H + i] = m->embedding_scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
+    for (i64 row = first; !call->embedded && row < last; row++)
+        look_up(&m->embedding, call->tokens[row], m->embedding_scale, x + row * H);
+}
+
+/* Write the embeddings of the rows from `first` to `last` for all layers, from their projections in `given`. `table` is
+   memory of the same size. */
+static void embed_for_layers(const Model *m, const Call *call, i64 first, i64 last, float *given, float *table) {
+    const i64 size = m->input_size, all = m->num_layers * size;
+    for (i64 row = first; row < last; row++) {
+        float *own = given + row * all, *of_token = table + row * all;
+        look_up(&m->input_table, call->tokens[row], sqrtf((float)size), of_token);
+        for (i64 at = 0; at < all; at += size) /* eps is that of projections over sqrt(hidden) */
+            rms_norm(own + at, m->input_norm, m->eps * m->hidden, size, own + at, 0);
+        for (i64 i = 0; i < all; i++) own[i] = (own[i] + of_token[i]) * 0.70710678118654752f;
+    }
+}
+
+/* Add a layer's embedding of the tokens to its output x, and scale it. */
+static void finish_layer(Thread *t, const Model *m, const Layer *layer, i64 index, i64 rows, Rounded in, float *x, float *h,
+                         float *wide, const float *given) {
+    const i64 H = m->hidden, size = m->input_size, parts = (size + LANES - 1) / LANES;
+    if (size) {
+        round_inputs(t, &layer->input_gate, x, H, rows, in);
+        project(t, &layer->input_gate, x, H, in, rows, wide, 2 * size, 0);
+        PIECES(t, rows, 1, first, last)
+            for (i64 row = first; row < last; row++) {
+                memcpy(wide + (2 * row + 1) * size, given + (row * m->num_layers + index) * size, 4 * size);
+                activate(m, size, wide, row * parts, (row + 1) * parts);
+            }
+        round_inputs(t, &layer->input_projection, wide, 2 * size, rows, in);
+        project(t, &layer->input_projection, wide, 2 * size, in, rows, h, H, 0);
+    }
+    PIECES(t, rows, 1, first, last) {
+        if (size) norm_rows(h, layer->after_input, m->eps, H, first, last, x, 1);
+        for (i64 i = first * H; i < last * H; i++) x[i] *= layer->scale;
     }
 }
 
@@ -492,10 +558,10 @@ static void run_layers(Thread *t, const void *argument) {
     const Model *m = f->m;
     const Call *call = f->call;
     const Places at = f->at;
-    const i64 rows = call->batch * call->nodes, H = m->hidden, mix_width = m->heads * m->head_dim;
-    const i64 width = (m->heads + 2 * m->kv_heads) * m->head_dim;
+    const i64 rows = call->batch * call->nodes, H = m->hidden;
     float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
     float *turned = w + at.turned, *corrections = w + at.corrections, *pairs = w + at.pairs;
+    float *given = w + at.given;
     const i64 *depths = (i64 *)(w + at.depths);
     uint8_t *strange = (uint8_t *)(w + at.strange);
     const Rounded in = rounded_at(w + at.rounded, rows, widest_input(m));
@@ -507,9 +573,24 @@ static void run_layers(Thread *t, const void *argument) {
         round_inputs(t, &m->joined, pairs, 2 * H, rows, in);
         project(t, &m->joined, pairs, 2 * H, in, rows, x, H, 0);
     }
+    if (m->input_size) {
+        const i64 all = m->num_layers * m->input_size;
+        round_inputs(t, &m->input_projection, x, H, rows, in);
+        project(t, &m->input_projection, x, H, in, rows, given, all, 0);
+        PIECES(t, rows, 1, first, last) embed_for_layers(m, call, first, last, given, given + rows * all);
+    }
     i64 attends = 0, convolves = 0; /* layers so far */
-    for (i64 index = 0; index < m->num_layers; index++) {
-        const Layer *layer = m->layers + index;
+    for (i64 index = 0; index < f->m->num_layers; index++) {
+        const Layer *layer = f->m->layers + index;
+        const Model own = shaped(f->m, layer);
+        Call stored = *f->call;
+        if (layer->second) {
+            stored.store = call->second_store, stored.layer_stride = call->second_layer_stride;
+            stored.head_stride = call->second_head_stride;
+        }
+        m = &own, call = &stored;
+        const i64 mix_width = m->heads * m->head_dim, keys = 2 * m->kv_heads * m->head_dim;
+        const i64 place_of_layer = layer->head_dim ? layer->place : attends;
         const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
         const float *read = pairs;
         if (reads_pairs(m, index)) round_inputs(t, &layer->qkv, pairs, layer->qkv.inputs, rows, in);
@@ -517,18 +598,20 @@ static void run_layers(Thread *t, const void *argument) {
             read = input_of(t, &layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
         const int unused = index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits;
         if (unused && !layer->filter) { /* only keys and values */
-            const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
-            project(t, &part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
-            place(t, m, layer, call, attends, depths, qkv, 0, 0);
+            if (layer->shared) return;
+            const Linear part = outputs_from(&layer->qkv, mix_width, layer->qkv.outputs - mix_width);
+            project(t, &part, read, part.inputs, in, rows, qkv, keys, 0);
+            place(t, m, layer, call, place_of_layer, depths, qkv, 0, 0);
             return;
         }
-        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, qkv, layer->qkv.outputs, 0);
+        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, qkv, layer->filter ? 3 * H : mix_width + keys, 0);
         if (layer->filter) {
             short_convolution(t, m, layer, call, convolves++, qkv, wide);
             if (unused) return;
         } else {
-            place(t, m, layer, call, attends, depths, qkv, m->heads, strange);
-            attention(t, m, layer, call, attends++, strange, depths, qkv, wide, w + at.own, at.own_size);
+            place(t, m, layer, call, place_of_layer, depths, qkv, m->heads, strange);
+            attention(t, m, layer, call, place_of_layer, strange, depths, qkv, wide, w + at.own, at.own_size);
+            attends++;
         }
         const i64 mixed = layer->output.inputs;
         round_inputs(t, &layer->output, wide, mixed, rows, in);
@@ -537,6 +620,7 @@ static void run_layers(Thread *t, const void *argument) {
         add_output(t, m, call, of_attention, layer->after_attention, corrections, h, x);
         if (layer->router.weight) {
             routed_mlp(t, m, layer, routed_at(m, w + at.routed, rows), rows, in, x, h, wide);
+            if (layer->head_dim) finish_layer(t, m, layer, index, rows, in, x, h, wide, given);
             tap(t, m, call, index, x);
             continue;
         }
@@ -547,8 +631,10 @@ static void run_layers(Thread *t, const void *argument) {
         added = !layer->after_mlp && !of_mlp->taps;
         project(t, &layer->down, wide, 2 * m->inner, in, rows, added ? x : h, H, added);
         add_output(t, m, call, of_mlp, layer->after_mlp, corrections, h, x);
+        if (layer->head_dim) finish_layer(t, m, layer, index, rows, in, x, h, wide, given);
         tap(t, m, call, index, x);
     }
+    m = f->m, call = f->call;
     PIECES(t, rows, 1, first, last) norm_rows(x, m->norm, m->eps, H, first, last, h, 0);
     tap(t, m, call, m->num_layers, h);
     if (!call->num_logits) return;

@@ -47,8 +47,8 @@ static Routed routed_at(const Model *m, float *memory, i64 rows) {
 }
 
 /* Choose the experts of one row by the softmax of their scores, which is written over them. Of equal ones the first is
-   chosen. Where scores are not finite, so are no shares. */
-static void choose_experts(const Model *m, float *scores, i64 *chosen, float *shares) {
+   chosen. Where scores are not finite, so are no shares. `factors` of experts, on shares, may be null. */
+static void choose_experts(const Model *m, const float *factors, float *scores, i64 *chosen, float *shares) {
     const i64 E = m->experts;
     float largest = -INFINITY, sum = 0, total = 0;
     for (i64 e = 0; e < E; e++) largest = scores[e] > largest ? scores[e] : largest;
@@ -66,6 +66,7 @@ static void choose_experts(const Model *m, float *scores, i64 *chosen, float *sh
         if (finite) scores[best] = -1;
     }
     for (i64 k = 0; m->normed && k < m->chosen; k++) shares[k] /= total;
+    for (i64 k = 0; factors && k < m->chosen; k++) shares[k] *= factors[chosen[k]];
 }
 
 /* Choose the experts of one row by the sigmoids of their scores, which are written over them, plus a bias. The shares are
@@ -153,28 +154,45 @@ static void round_slots(Thread *t, const Linear *l, Routed r, const float *h, fl
         }
 }
 
+/* Norm the output of the shared expert, and add the normed output of the experts of one row. */
+static void add_experts(const Model *m, const Layer *layer, Routed r, i64 row, float *to) {
+    const i64 H = m->hidden, K = m->chosen, *places = r.places + row * K;
+    const float *shares = r.shares + row * K;
+    float *sum = r.inputs + places[0] * H;
+    for (i64 i = 0; i < H; i++) sum[i] *= shares[0];
+    for (i64 k = 1; k < K; k++)
+        for (i64 i = 0; i < H; i++) sum[i] += shares[k] * r.inputs[places[k] * H + i];
+    rms_norm(to, layer->after_shared, m->eps, H, to, 0);
+    rms_norm(sum, layer->after_experts, m->eps, H, to, 1);
+}
+
 /* Add the MLP of a layer with routed experts to x. h and `wide` are memory for normed rows and for the shared expert. */
 static void routed_mlp(Thread *t, const Model *m, const Layer *layer, Routed r, i64 rows, Rounded in, float *x, float *h,
                        float *wide) {
     const i64 H = m->hidden, K = m->chosen, inner = m->expert_inner, shared = m->shared_inner;
-    norm_and_round(t, &layer->router, x, layer->before_mlp, m->eps, rows, h, in);
+    const int beside = layer->before_router != 0; /* the shared expert, with norms of their own */
+    norm_and_round(t, &layer->router, x, beside ? layer->before_router : layer->before_mlp, m->eps, rows, h, in);
     project(t, &layer->router, h, H, in, rows, r.scores, m->experts, 0);
     PIECES(t, rows, 1, first, last)
         for (i64 row = first; row < last; row++) {
             float *scores = r.scores + row * m->experts, *shares = r.shares + row * K;
             if (m->sigmoid) choose_by_sigmoid(m, layer->expert_bias, scores, r.chosen + row * K, shares);
-            else choose_experts(m, scores, r.chosen + row * K, shares);
+            else choose_experts(m, layer->expert_scale, scores, r.chosen + row * K, shares);
         }
     PIECES(t, 1, 1, first, last) if (first < last) group_rows(m, rows, r);
+    if (beside) PIECES(t, rows, 1, first, last) norm_rows(x, layer->before_experts, m->eps, H, first, last, h, 0);
     round_slots(t, &layer->gate_up, r, h, r.inputs, H);
     project_experts(t, &layer->gate_up, 2 * inner, r, r.inputs, H, r.wide);
     PIECES(t, rows * K * ((inner + LANES - 1) / LANES), 32, first, last) activate(m, inner, r.wide, first, last);
     round_slots(t, &layer->down, r, 0, r.wide, 2 * inner);
     project_experts(t, &layer->down, H, r, r.wide, 2 * inner, r.inputs);
     if (shared) {
-        round_inputs(t, &layer->shared_gate, h, H, rows, in);
-        project(t, &layer->shared_gate, h, H, in, rows, r.scores, 1, 0);
-        round_inputs(t, &layer->shared_gate_up, h, H, rows, in);
+        if (beside) norm_and_round(t, &layer->shared_gate_up, x, layer->before_mlp, m->eps, rows, h, in);
+        else {
+            round_inputs(t, &layer->shared_gate, h, H, rows, in);
+            project(t, &layer->shared_gate, h, H, in, rows, r.scores, 1, 0);
+            round_inputs(t, &layer->shared_gate_up, h, H, rows, in);
+        }
         project(t, &layer->shared_gate_up, h, H, in, rows, wide, 2 * shared, 0);
         PIECES(t, rows * ((shared + LANES - 1) / LANES), 32, first, last) activate(m, shared, wide, first, last);
         round_inputs(t, &layer->shared_down, wide, 2 * shared, rows, in);
@@ -182,7 +200,10 @@ static void routed_mlp(Thread *t, const Model *m, const Layer *layer, Routed r, 
     }
     PIECES(t, rows, 1, first, last)
         for (i64 row = first; row < last; row++) {
-            float *to = x + row * H;
+            float *to = x + row * H, *own = h + row * H;
+            if (beside) add_experts(m, layer, r, row, own);
+            if (beside) rms_norm(own, layer->after_mlp, m->eps, H, to, 1);
+            if (beside) continue;
             for (i64 k = 0; k < K; k++) {
                 const float share = r.shares[row * K + k], *from = r.inputs + r.places[row * K + k] * H;
                 for (i64 i = 0; i < H; i++) to[i] += share * from[i];

@@ -68,9 +68,9 @@ typedef struct {
 
 #define SHARING(l) ((l)->group * ((l)->span ? (l)->span : 1)) /* inputs that share a factor */
 #define BASE(l) /* makes codes positive */                                                               \
-    ((l)->kind == INT4 ? (l)->offset ? 0 : 8 : (l)->kind == FLOAT4 ? MOST_FLOAT4 : (l)->span ? 32 : SHIFTED)
+    ((l)->kind == INT4 ? (l)->offset ? 0 : 8 : (l)->kind == FLOAT4 ? MOST_FLOAT4 : (l)->kind == INT6 ? 32 : SHIFTED)
 #define HAS_4_BITS(l) ((l)->kind == INT4 || (l)->kind == FLOAT4)
-#define BITS_OF(kind) ((kind) == INT8 ? 8 : 4)
+#define BITS_OF(kind) ((kind) == INT8 ? 8 : (kind) == INT6 ? 6 : 4)
 #define MOST_FLOAT4 12 /* twice the largest number of E2M1 */
 
 #define TILES(rows) (((rows) + TILE_ROWS - 1) / TILE_ROWS)
@@ -287,6 +287,19 @@ INLINE codes of_4_bits(codes bits, const int KIND) {
 #endif
 }
 
+/* Return 4 of 16 codes of 6 bits each: those from number 4 * `four` on. */
+INLINE codes of_6_bits(const uint8_t *w, const int four) {
+    const codes low = *(const codes *)(w + four / 2 * 4 * LANES), high = *(const codes *)(w + 8 * LANES);
+    const codes top = (codes)(four < 2 ? (shorts)high << (4 - 2 * four) : (shorts)high >> (2 * four - 4)) & 48;
+    return top | ((four % 2 ? (codes)((shorts)low >> 4) : low) & 15);
+}
+
+/* Prefetch `size` bytes. */
+INLINE void fetch(const uint8_t *at, const int size) {
+#pragma GCC unroll 4
+    for (int i = 0; i < size; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
 #ifdef PAIRS
 #define ONES ((shorts){} + 1)
 
@@ -325,24 +338,33 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
 }
 
 /* Add the products of a group's codes with the codes of R rows, and with `has_base` what they start with, times the group's
-   scales, to `sums`. Codes of 8 bits are below 64, so 16 bits hold 4 of their products, or 8 with 4 bits. */
+   scales, to `sums`. 16 bits hold 4 products of codes of 6 bits, or 8 with 4 bits. */
 INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32_t *starts, int has_base, i64 size,
-                       ints scale, ints *sums, const int BITS, const int R) {
+                       ints scale, ints *sums, const int KIND, const int R) {
     const ints twice = (scale & 0xffff) | scale << 16;
-    for (const int8_t *end = x + size * R; x < end; x += 64 / BITS * R) {
+    for (const int8_t *end = x + size * R; x < end; x += 16 * R, w += 2 * BITS_OF(KIND) * LANES) {
+        fetch(w + ahead, 2 * BITS_OF(KIND) * LANES);
+        if (KIND == INT6) {
+#pragma GCC unroll 2
+            for (int four = 0; four < 4; four += 2) {
+                const codes first = of_6_bits(w, four), second = of_6_bits(w, four + 1);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const int8_t *own = x + 4 * (four * R + r);
+                    sums[r] = DOT2(sums[r], PAIRS(first, spread(own)) + PAIRS(second, spread(own + 4 * R)), twice);
+                }
+            }
+            continue;
+        }
         shorts pairs[8];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) pairs[r] = (shorts){};
 #pragma GCC unroll 2
-        for (int k = 0; k < 64 / BITS; k += 32 / BITS, w += 4 * LANES) {
-            codes own = *(const codes *)w;
-            __builtin_prefetch(w + ahead, 0, 2);
-            codes low = own & (uint8_t)(BITS == 4 ? 15 : 255), high = (codes)((shorts)own >> 4) & 15;
+        for (int k = 0; k < 16; k += 8) {
+            codes own = *(const codes *)(w + k / 2 * LANES), low = own & 15, high = (codes)((shorts)own >> 4) & 15;
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                pairs[r] += PAIRS(low, spread(x + k * R + r * 4));
-                if (BITS == 4) pairs[r] += PAIRS(high, spread(x + (k + 4) * R + r * 4));
-            }
+            for (int r = 0; r < R; r++)
+                pairs[r] += PAIRS(low, spread(x + k * R + r * 4)) + PAIRS(high, spread(x + (k + 4) * R + r * 4));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) sums[r] = DOT2(sums[r], pairs[r], twice);
@@ -358,8 +380,10 @@ INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32
 INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, const int KIND, const int R) {
     const int BITS = BITS_OF(KIND);
     int32x4_t first = vdupq_n_s32(0), second = first; /* sums of the first two outputs and of the others, row by row */
-    for (i64 i = 0; i < size; i += 8, w += 4 * BITS) {
+#pragma GCC unroll 2
+    for (i64 i = 0; i < size; i += 8, w += KIND == INT6 ? i % 16 * 6 : 4 * BITS) {
         codes low = *(const codes *)w, high = *(const codes *)(w + (BITS == 4 ? 0 : 16));
+        if (BITS == 6) low = of_6_bits(w, i % 16 / 4), high = of_6_bits(w, i % 16 / 4 + 1);
         if (BITS == 4) low = of_4_bits(low & 15, KIND), high = of_4_bits(high >> 4, KIND);
         const int32x2x2_t rows = vzip_s32((int32x2_t)vld1_s8(x + i * R), (int32x2_t)vld1_s8(x + (i + 4) * R));
         const int8x16_t both = (int8x16_t)vcombine_s32(rows.val[0], rows.val[1]);
@@ -391,7 +415,16 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, i
 #else
     const int begun = 0;
 #endif
-    for (i64 i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
+    for (i64 i = 0; BITS == 6 && i < size; i += 16, w += 12 * LANES) {
+        fetch(w + ahead, 12 * LANES);
+#pragma GCC unroll 4
+        for (int four = 0; four < 4; four++) {
+            const codes own = of_6_bits(w, four);
+#pragma GCC unroll 8
+            for (int r = begun; r < R; r++) sums[r] = DOT4(sums[r], own, spread(x + (i + 4 * four) * R + r * 4));
+        }
+    }
+    for (i64 i = 0; BITS != 6 && i < size; i += 32 / BITS, w += 4 * LANES) {
         codes own = *(const codes *)w;
         __builtin_prefetch(w + ahead, 0, 2);
         codes low = own ^ (uint8_t)shift, high = low;
@@ -406,26 +439,26 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, i
 
 #ifndef PAIRS
 INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32_t *starts, int has_base, i64 size,
-                       ints scale, ints *sums, const int BITS, const int R) {
+                       ints scale, ints *sums, const int KIND, const int R) {
     (void)has_base; /* loading zeros takes no longer than setting them */
     ints own[TILE_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) own[r] = starts[r] - (ints){};
-    group_sums(w, ahead, x, size, own, BITS == 4 ? INT4 : INT8, 0, R);
+    group_sums(w, ahead, x, size, own, KIND, 0, R);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] += own[r] * scale;
 }
 #endif
 
 /* `integer_tile` with nested scales. Sums of groups are multiplied with the scales' integers before they are added. */
-INLINE void nested_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *totals, const int BITS, const int R) {
-    const i64 group = l->group, span = l->span, groups = l->inputs / group, bytes = group * LANES * BITS / 8;
+INLINE void nested_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *totals, const int KIND, const int R) {
+    const i64 group = l->group, span = l->span, groups = l->inputs / group, bytes = group * LANES * BITS_OF(KIND) / 8;
     const i64 numbers_ahead = ahead / bytes * LANES;
     const uint8_t *w = (const uint8_t *)l->weight + block * groups * bytes;
     const int8_t *scale = (const int8_t *)l->scale + block * groups * LANES;
     const int8_t *offset = l->offset ? (const int8_t *)l->offset + block * groups * LANES : 0;
     const int16_t *pairs = (const int16_t *)in.products;
-    const int has_base = BITS == 8 || !offset;
+    const int has_base = KIND == INT6 || !offset;
     for (i64 g = 0, unit = block * (groups / span) * LANES; g < groups; g += span, unit += LANES) {
         ints sums[TILE_ROWS], shifts[TILE_ROWS];
 #pragma GCC unroll 8
@@ -436,7 +469,7 @@ INLINE void nested_tile(const Linear *l, Rounded in, i64 block, i64 ahead, vec *
         }
         for (i64 k = g; k < g + span; k++)
             add_scaled(w + k * bytes, ahead, in.codes + k * group * R, in.starts + k * R, has_base, group,
-                       load_codes(scale + k * LANES), sums, BITS, R);
+                       load_codes(scale + k * LANES), sums, KIND, R);
         for (i64 k = g; offset && k < g + span; k += 2) {
             const int8_t *two = offset + k * LANES;
             const ints pair = (load_codes(two) & 0xffff) | load_codes(two + LANES) << 16;
@@ -486,7 +519,7 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, i64 ahead, floa
     vec totals[TILE_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) totals[r] = (vec){};
-    if (KIND != FLOAT4 && l->span) nested_tile(l, in, block, ahead, totals, BITS_OF(KIND), R);
+    if (KIND == INT6 || (KIND == INT4 && l->span)) nested_tile(l, in, block, ahead, totals, KIND, R);
     else flat_tile(l, in, block, ahead, totals, KIND, R);
     for (int r = 0; r < R; r++) put_sums(l, totals[r], block * LANES, y + r * ys, add);
 }
@@ -508,13 +541,13 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, i64 ahead, floa
 /* Multiply a tile of R rows with `count` blocks. */
 static void integer_tiles(const Linear *l, Rounded in, i64 tile, i64 tiles, i64 block, i64 count, i64 ahead, float *y,
                           i64 ys, int add, int R) {
-    switch (l->kind * 16 + R) { INTEGER_TILES(INT4) INTEGER_TILES(INT8) INTEGER_TILES(FLOAT4) }
+    switch (l->kind * 16 + R) { INTEGER_TILES(INT4) INTEGER_TILES(INT6) INTEGER_TILES(INT8) INTEGER_TILES(FLOAT4) }
 }
 
 /* `project` for quantized weights and the blocks of outputs from `first` to `last`. All tiles are multiplied with some blocks
    that fit into the cache, while the next ones are prefetched. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
-    const i64 tiles = TILES(rows), factors = l->inputs / SHARING(l), bytes = l->inputs * LANES / (HAS_4_BITS(l) ? 2 : 1);
+    const i64 tiles = TILES(rows), factors = l->inputs / SHARING(l), bytes = l->inputs * LANES * BITS_OF(l->kind) / 8;
     const i64 most = tiles == 1 ? last - first : bytes < CACHED ? CACHED / bytes : 1;
     for (i64 begin = first, count; begin < last; begin += count) {
         count = most < last - begin ? most : last - begin;
@@ -537,14 +570,19 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, i64 first, i6
 /* Write the weights of one output, times `factor`, to `to`. */
 static void integer_row(const Linear *l, i64 output, float factor, float *to) {
     const i64 lane = output % LANES, groups = l->inputs / l->group, block = output / LANES;
-    const int is4 = HAS_4_BITS(l), base = is4 || l->span ? BASE(l) : 0;
-    const uint8_t *w = (const uint8_t *)l->weight + block * l->inputs * LANES / (is4 ? 2 : 1);
+    const int is4 = HAS_4_BITS(l), base = l->kind == INT8 ? 0 : BASE(l);
+    const uint8_t *w = (const uint8_t *)l->weight + block * l->inputs * LANES * BITS_OF(l->kind) / 8;
     for (i64 i = 0; i < l->inputs; i++) {
         const i64 g = i / l->group, at = (block * groups + g) * LANES + lane, k = i % 8;
         const i64 unit_at = l->span ? (block * (groups / l->span) + g / l->span) * LANES + lane : 0;
         int code = is4 ? w[(i / 8 * LANES + lane) * 4 + k % 4] >> (k < 4 ? 0 : 4) & 15
                        : (int8_t)w[(i / 4 * LANES + lane) * 4 + i % 4];
         if (l->kind == FLOAT4) code = float4_codes[code];
+        if (l->kind == INT6) {
+            const uint8_t *own = w + (i / 16 * 3 * LANES + lane) * 4 + i % 4;
+            const i64 four = i % 16 / 4;
+            code = (own[four / 2 * 4 * LANES] >> four % 2 * 4 & 15) | (own[8 * LANES] >> 2 * four & 3) << 4;
+        }
         float weight = (float)(code - base) * one_factor(l->scale, at, l->scale_kind, l->scale_unit, unit_at);
         if (l->offset) weight += one_factor(l->offset, at, l->offset_kind, l->offset_unit, unit_at);
         to[i] = factor * weight;

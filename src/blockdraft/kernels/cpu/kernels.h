@@ -61,7 +61,9 @@ typedef short eight __attribute__((vector_size(16)));
 #define INT4 3
 #define FLOAT16 4
 #define FLOAT4 5 /* floating-point numbers of 4 bits, E2M1 */
-#define IS_INTEGER(l) (INTEGERS && ((l)->kind == INT8 || (l)->kind == INT4 || (l)->kind == FLOAT4))
+#define INT6 6
+#define IS_INTEGER_KIND(kind) ((kind) == INT8 || (kind) == INT6 || (kind) == INT4 || (kind) == FLOAT4)
+#define IS_INTEGER(l) (INTEGERS && IS_INTEGER_KIND((l)->kind))
 #define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
 #define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* size of a key or value in the store; with 8 bits a factor follows */
 

@@ -24,7 +24,7 @@ from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import InterleavedWeight, spans
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # codes of kernels.h for dtypes of weights and stores
-INTEGERS = {8: 2, 4: 3}  # its codes for integers, by bits
+INTEGERS = {8: 2, 4: 3, 6: 6}  # its codes for integers, by bits
 FLOAT4 = 5  # its code for 4-bit floating-point numbers
 STORES = KINDS | {torch.int8: INTEGERS[8]}
 FACTORS = {torch.float32: 0, torch.int8: 2, torch.float16: 4}  # its codes for dtypes of scales and offsets
@@ -32,6 +32,8 @@ DTYPES = {number: dtype for dtype, number in STORES.items()}
 FACTOR = 4  # int8 numbers behind a key or a value that hold its factor
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 ROUTED = ("router", "shared_gate_up", "shared_down", "shared_gate")  # of layers with routed experts
+LAYER_INPUTS = ("input_gate", "input_projection")  # of layers with embeddings of their own
+NORMS_BESIDE = ("before_router", "before_experts", "after_shared", "after_experts")  # of experts beside an MLP
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 
 
@@ -73,6 +75,12 @@ class LayerFields(Fields):
         ("mlp_conv", ConvolutionFields),
         *((name, LinearFields) for name in ROUTED),
         *((name, c_void_p) for name in ("expert_bias", "filter", "sinks")),
+        *((name, c_void_p) for name in (*NORMS_BESIDE, "expert_scale")),
+        *((name, LinearFields) for name in LAYER_INPUTS),
+        ("after_input", c_void_p),
+        *((name, c_int64) for name in ("head_dim", "kv_heads", "inner", "place", "second", "shared")),
+        ("values_are_keys", c_int64),
+        ("scale", c_float),
     ]
 
 
@@ -94,6 +102,9 @@ class ModelFields(Fields):
         ("share_scale", c_float),
         ("kernel", c_int64),
         *((name, c_float) for name in ("clamp_alpha", "clamp_limit")),
+        *((name, LinearFields) for name in ("input_table", "input_projection")),
+        ("input_norm", c_void_p),
+        ("input_size", c_int64),
     ]
 
 
@@ -116,6 +127,8 @@ class CallFields(Fields):
         *((name, c_void_p) for name in ("starts", "hidden_states", "logits", "workspace", "best", "beside")),
         *((name, c_int64) for name in ("hidden_slots", "done")),
         ("inputs", c_void_p),
+        ("second_store", c_void_p),
+        *((name, c_int64) for name in ("second_layer_stride", "second_head_stride")),
     ]
 
 
@@ -276,7 +289,7 @@ class Product:
                 setattr(self.fields, name, tensor.data_ptr())
             for name in tensors.keys() & {"scale", "offset"}:
                 setattr(self.fields, f"{name}_kind", FACTORS[tensors[name].dtype])
-            self.fields.kind = FLOAT4 if weight.floating else INTEGERS[weight.bits]
+            self.fields.kind = FLOAT4 if weight.floating else INTEGERS[weight.stored_bits]
             self.fields.group = weight.group
             self.fields.span = max(spans(weight.scale, weight.offset), default=0)
 

@@ -52,11 +52,23 @@ static i64 block_bytes(i64 type) {
     return type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q8_0 ? 34 : type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
 }
 
+/* Write 256 codes of 6 bits, of which each word holds 4. */
+static void put_6_bits(const uint32_t *words, uint32_t *codes) {
+    for (i64 i = 0; i < 64; i += 4, words += 4, codes += 3 * LANES) {
+        uint32_t high = 0;
+        for (i64 k = 0; k < 4; k++) high |= (words[k] >> 4 & 0x03030303u) << 2 * k;
+        codes[0] = (words[0] & NIBBLES) | (words[1] & NIBBLES) << 4;
+        codes[LANES] = (words[2] & NIBBLES) | (words[3] & NIBBLES) << 4;
+        codes[2 * LANES] = high;
+    }
+}
+
 /* Pack one block. `codes` and the factors are those of its output in its first group. With `wide`, Q4_K, Q5_K and Q6_K
-   become codes of 8 bits with offsets, in so many groups per block. */
+   become codes of 6 bits with offsets, in so many groups per block. */
 static void pack_block(i64 type, i64 wide, const uint8_t *b, uint32_t *codes, uint8_t *scale, uint16_t *unit,
                        uint8_t *offset, uint16_t *offset_unit) {
     uint16_t *halves = (uint16_t *)scale, *half_offsets = (uint16_t *)offset;
+    uint32_t words[64];
     switch (type) {
     case Q4_0:
     case Q4_1:
@@ -80,8 +92,9 @@ static void pack_block(i64 type, i64 wide, const uint8_t *b, uint32_t *codes, ui
             const i64 group = w / 8, at = w % 8 * 4;
             const uint32_t high = type == Q5_K ? word_at(b + at) >> group & 0x01010101u : 0;
             const uint32_t low = word_at(b + (type == Q5_K ? 32 : 0) + group / 2 * 32 + at) >> group % 2 * 4 & NIBBLES;
-            codes[w * LANES] = (low | high << 4) + 0x20202020u;
+            words[w] = (low | high << 4) + 0x20202020u;
         }
+        if (type == Q5_K || wide) put_6_bits(words, codes);
         return;
     default: /* Q6_K */
         unit[0] = half_at(b + 208);
@@ -94,8 +107,9 @@ static void pack_block(i64 type, i64 wide, const uint8_t *b, uint32_t *codes, ui
             const i64 half = w / 32, part = w % 32 / 8, at = w % 8 * 4;
             const uint32_t low = word_at(b + half * 64 + part % 2 * 32 + at) >> part / 2 * 4 & NIBBLES;
             const uint32_t high = word_at(b + 128 + half * 32 + at) >> 2 * part & 0x03030303u;
-            codes[w * LANES] = low | high << 4;
+            words[w] = low | high << 4;
         }
+        put_6_bits(words, codes);
     }
 }
 
@@ -104,7 +118,7 @@ static void pack_block(i64 type, i64 wide, const uint8_t *b, uint32_t *codes, ui
 static void pack_rows(Thread *t, const void *argument) {
     const Packing *p = argument;
     const i64 type = p->type, wide = p->wide, size = block_inputs(type), blocks = p->inputs / size;
-    const i64 words = size / ((type == Q4_K && !wide) || type < Q8_0 ? 8 : 4);           /* of codes in a block */
+    const i64 words = size == 32 ? type == Q8_0 ? 8 : 4 : type == Q4_K && !wide ? 32 : 48; /* of codes in a block */
     const i64 groups = size == 32 ? 2 : type == Q6_K ? 16 : wide ? wide : 8, step = size == 32 ? 2 : 1; /* bytes of scales */
     PIECES(t, p->outputs / LANES, 1, first, last)
         for (i64 at = first; at < last; at++)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
+from blockdraft.formats.gguf import FLOATS, GGUFFile, dense, open_gguf
 from blockdraft.formats.stored import FEW_BITS, Stored
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
@@ -30,7 +30,7 @@ from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
 from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
-from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
+from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder, packing
 from blockdraft.targets.weights import READ, OpenCheckpoint
@@ -77,7 +77,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     reason = "compile is off" if options.compile == "off" else refused
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     packs = options.compile != "off" and why_not_packed(wanted, dtype, device) is None
-    made = build(kind, store, wanted.head_dim, not matrices <= set(FLOATS)) if packs else None
+    made = build(kind, store, wanted.head_divisor, not matrices <= set(FLOATS)) if packs else None
     library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
     needed, mapped = weights.nbytes(kind if on_cpu else dtype, few=on_cpu), library is not None and origin.is_worth_it()
     fits = check_memory(file, needed, free_bytes(device), device, mapped)

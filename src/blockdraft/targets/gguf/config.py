@@ -116,7 +116,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         raise NotCovered(f"it has {layers} layers, but only {count} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
-    if name not in MIXTURES and get("expert_count", 0):
+    routed = name in MIXTURES or (name == "gemma4" and get("expert_count", 0) > 0)
+    if not routed and get("expert_count", 0):
         raise NotCovered("it is a mixture of experts")
     check_settings(get, head_dim, rotates_all=name not in PARTLY_ROTATED)
     family = FAMILIES[name]
@@ -157,7 +158,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         fields |= gpt_oss_fields(get, fields)
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
-    if name in MIXTURES:
+    if routed:
         fields |= expert_fields(file, name, get, fields)
     return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
 
@@ -292,7 +293,7 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     """Return the fields of mixtures of experts. In LFM2 the first layers have none, in others all have."""
     count, chosen, sigmoid = get("expert_count"), get("expert_used_count"), name == "lfm2moe"
     dense = get("leading_dense_block_count", 0) if sigmoid else 0
-    first = f"blk.{dense}.ffn_gate_exps.weight"
+    first = f"blk.{dense}.ffn_{'gate_up' if name == 'gemma4' else 'gate'}_exps.weight"
     if first not in file.tensors:
         raise NotCovered(f"it lacks {first}")
     shape = file.tensors[first].shape
@@ -308,6 +309,9 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     inner = get("expert_feed_forward_length", 0) or fields["intermediate_size"] // chosen
     if name == "gpt-oss":
         return {"num_local_experts": count, "num_experts_per_tok": chosen, "intermediate_size": inner}
+    if name == "gemma4":
+        routing = {"enable_moe_block": True, "num_experts": count, "top_k_experts": chosen}
+        return routing | {"moe_intermediate_size": get("expert_feed_forward_length")}
     routing = {
         "num_experts": count,
         "num_experts_per_tok": chosen,

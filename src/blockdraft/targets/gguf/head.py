@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import GGUFFile, open_gguf
+from blockdraft.formats.gguf import GGUFFile, dense, open_gguf
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, plain
 from blockdraft.nn.packed import PackedLinear, pack_weights
@@ -18,7 +18,7 @@ from blockdraft.targets.checkpoint import loading
 from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.checkpoint import file_packing, understanding
 from blockdraft.targets.gguf.config import gguf_config
-from blockdraft.targets.gguf.tensors import dense, fitted, layer_weights
+from blockdraft.targets.gguf.tensors import fitted, layer_weights
 from blockdraft.targets.native_files import packing
 
 NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}

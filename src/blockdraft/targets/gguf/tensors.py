@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held
+from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held, dense, read_values
 from blockdraft.formats.gguf.blocks import empty_interleaved
 from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import Stored, stored
@@ -23,7 +24,7 @@ from blockdraft.nn.decoder_config import DecoderConfig, Rope
 from blockdraft.nn.packed import PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
-from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
+from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_positions
 
 KEYS = ("attn_k", "attn_v", "attn_k_norm")  # parts that a layer with keys of another may hold, unused
 SIMILAR_KINDS = {"Q4_K", "Q5_K", "Q6_K"}  # types that the library also packs for one product
@@ -36,7 +37,10 @@ SHOWN = (
     (".expert_bias", ".expert_bias.bias"),
     (".layer_scalar", ".layer_scalar.weight"),
     ("self_attn.sinks", "self_attn.sinks.weight"),
+    (".router.scale", ".router.proj.scale"),
+    (".router.per_expert_scale", ".experts.down_proj.scale"),
 )
+SAMPLED_AT_ONCE = 128  # tensors
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
 # For users who have only the file.
 REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
@@ -69,19 +73,12 @@ class GGUFWeights:
             total += math.prod(tensor.shape) * (floats.itemsize if is_float else bytes_held(tensor.kind))
         return round(total)
 
-    def read(self, name: str, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
-        """Read a weight onto the CPU, in its own dtype or quantized.
-
-        Args:
-            channels: Output channels to read, `[n]` int64; None reads all.
-        """
-        tensor = self.tensors[name]
-        if name in self.interleaved:
-            order = paired(tensor.shape[0], self.interleaved[name])
-            channels = order if channels is None else order[channels]
-        weight = tensor.read(channels)
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """Read a weight onto the CPU, in its own dtype or quantized."""
+        tensor, heads = self.tensors[name], self.interleaved.get(name)
+        weight = tensor.read(None if heads is None else paired(tensor.shape[0], heads))
         if name.endswith(LOGARITHM):  # files hold -exp(A_log)
-            return dense(weight).float().neg().log()
+            return _logarithm(dense(weight))
         return dense(weight) if name in self.expanded else weight
 
     def packed(self, names: Sequence[str], library: Library) -> PackedWeight | None:
@@ -105,16 +102,32 @@ class GGUFWeights:
 
     def fingerprint(self) -> str:
         """Return `Target.source_fingerprint` of the target in the file."""
-        return sampled_fingerprint((name, tensor.shape, self._sample(name)) for name, tensor in self.tensors.items())
+        return sampled_fingerprint(self._samples())
 
-    def _sample(self, name: str) -> Tensor:
-        channels, *inputs = sampled_places(self.tensors[name].shape)
-        places = (torch.arange(len(channels)), *inputs)
-        return dense(self.read(name, channels))[places]
+    def _samples(self) -> Iterator[tuple[str, Sequence[int], Tensor]]:
+        """Yield the values at `sampled_positions`. Experts have thousands of tensors, so many are read at once."""
+        alike = defaultdict[tuple[int, str], list[str]](list)
+        for name, tensor in self.tensors.items():
+            alike[id(tensor.file), tensor.kind].append(name)
+        for names in alike.values():
+            for first in range(0, len(names), SAMPLED_AT_ONCE):
+                own = names[first : first + SAMPLED_AT_ONCE]
+                tensors = [self.tensors[name] for name in own]
+                for name, values in zip(own, read_values(tensors, list(map(self._positions, own))), strict=True):
+                    yield name, self.tensors[name].shape, _logarithm(values) if name.endswith(LOGARITHM) else values
+
+    def _positions(self, name: str) -> Tensor:
+        """Return where the sampled values of a tensor lie in the file."""
+        shape = self.tensors[name].shape
+        positions = sampled_positions(math.prod(shape))
+        if name not in self.interleaved:
+            return positions
+        order, inputs = paired(shape[0], self.interleaved[name]), math.prod(shape[1:])
+        return order[positions // inputs] * inputs + positions % inputs
 
 
-def dense(weight: Tensor | QuantizedWeight) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+def _logarithm(weight: Tensor) -> Tensor:
+    return weight.float().neg().log()
 
 
 def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
@@ -204,8 +217,9 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
         shown = EXPERT.sub(".experts.", name)
         for ours, theirs in SHOWN:
             shown = shown.replace(ours, theirs)
-        found = (known.get_name(key, (".weight", ".bias")) for key in (shown, shown.removeprefix("model.")))
-        names[name] = next((theirs for theirs in found if theirs is not None), name)
+        spellings = (shown, shown.removeprefix("model."))
+        candidates = (known.get_name(spelling, (".weight", ".bias", ".scale")) for spelling in spellings)
+        names[name] = next((theirs for theirs in candidates if theirs is not None), name)
     return names
 
 
