@@ -124,9 +124,7 @@ def assert_lossless(target: Target) -> None:
         assert [own.token_ids for own in engine.generate(prompts, params)] == [own.token_ids for own in plain]
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("gemma4-experts", "int8"), ("qwen2_moe", None), ("qwen3_moe", "int8")]
-)
+@pytest.mark.parametrize(("name", "kv_dtype"), [("gemma4-experts", "int8"), ("qwen2_moe", None), ("qwen3_moe", "int8")])
 def test_prefixes_and_quantized_caches_of_mixtures(
     name: str, kv_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
