@@ -131,8 +131,8 @@ def export(
         tensors: Weights of the draft network.
         target: Target that the drafter was trained for; some formats hold copies of its embedding and head.
         kept: `[Vd]` int64, ascending, tokens that the drafter can propose by the target's head; None is all tokens.
-        with_embedding: Whether a drafter with `kept` tokens gets a copy of the target's whole embedding. Other engines
-            read it, and `load_drafter` does not need it.
+        with_embedding: Whether a drafter with a reduced vocabulary gets a copy of the target's whole embedding. Other
+            engines read it, and `load_drafter` does not need it.
         qat_bits: As in `Trained`.
 
     Raises:
@@ -154,7 +154,7 @@ def _write(
     fits = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(drafter.config, **fits)
     borrowed = None
-    if written.layout.borrows:
+    if written.layout.borrows and (with_embedding or kept is not None):
         embedding, head = embedding_and_head(target)
         if kept is None:
             borrowed = Borrowed(embedding, head, None)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from thinned import thinned
 from torch import Tensor
 
@@ -17,10 +16,12 @@ from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, SampledPlan, Tree
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3 import drafter as eagle3
+from blockdraft.drafters.eagle3 import layout as eagle3_layout
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
+from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 
@@ -301,9 +302,8 @@ def test_early_files_that_call_themselves_a_llama_are_known(
 def test_a_drafter_of_another_target_is_refused(
     tiny_eagle3_dir: Path, drafter: Eagle3Drafter, target: Target, tmp_path: Path
 ) -> None:
-    """By the copy of the target's embedding that some files hold."""
-    file = Path(shutil.copytree(tiny_eagle3_dir, tmp_path / "other")) / "model.safetensors"
-    foreign = target.embed(torch.arange(target.vocab_size)) + 1
-    save_file(load_file(file) | {"embed_tokens.weight": foreign}, file)
+    actual = read_drafter(tiny_eagle3_dir, None, 3)
+    foreign = Borrowed(target.embed(torch.arange(target.vocab_size)) + 1, None, None)
+    eagle3_layout.SPECULATORS.write(tmp_path / "other", Checkpoint(actual.config, actual.tensors, foreign), "x", ("y",))
     with pytest.raises(UsageError, match="embed_tokens.weight of .*other differs from the target's"):
         load_drafter(tmp_path / "other", target=target)

@@ -4,8 +4,8 @@
 safetensors. Target layer x is its output, 0-based, as everywhere in this package, and so in `eagle_config`. vLLM
 numbers layers by their input, x + 1, and reads them at the top level, or else those of `eagle_config`, one layer off;
 so both are written. A file without target layers reads the inputs of the layers 2, T // 2 and T - 3 of a target with T
-layers. The drafter has its own head, for the draft vocabulary of `t2d` and `d2t`. Readers take the
-embedding from the target, though some files hold a copy.
+layers. The drafter has its own head, for the draft vocabulary of `t2d` and `d2t`. The embedding is the target's, though
+some files hold a copy.
 """
 
 from __future__ import annotations
@@ -148,7 +148,6 @@ class EagleLayout(ABC):
 
     pickle = PICKLED
     borrows = False
-    layer = "midlayer."  # beginning of the layer's tensors in files
 
     @abstractmethod
     def config(
@@ -189,7 +188,11 @@ class EagleLayout(ABC):
         dtype = one_dtype(tensors)
         if len(kept) < config.vocab_size:
             tensors |= vocabulary_maps(kept, config.vocab_size)
-        tensors = {name.replace("midlayer.", self.layer, 1): tensor for name, tensor in tensors.items()}
+        if self.borrows:
+            tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+            # A drafter that is written to be measured needs no copy. Readers in speculators 0.9 do, though vLLM does not.
+            if checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None:
+                tensors[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
         write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
 
 
@@ -258,7 +261,7 @@ def _misread_by_vllm(drafter: str) -> bool:
 
 
 class Eagle3Speculators(EagleLayout):
-    layer = "layers.0."
+    borrows = True
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("speculators_model_type") == "eagle3"
