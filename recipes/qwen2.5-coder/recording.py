@@ -3,7 +3,8 @@
 recording.py --target GGUF --recorded build/qwen2.5-coder/recorded --out build/recorded
 
 Run `responses.py --record DIR` first. This command packs what it recorded into `OUT/data` and `OUT/hidden-states`, for
-`--data` and `--hidden-states` of `blockdraft train`.
+`--data` and `--hidden-states` of `blockdraft train`. `--also DIR` adds the documents of `DIR/data` with the states in
+`DIR/hidden-states`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from blockdraft import load_target
 from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
-from blockdraft.data.hidden_states import plan_hidden_states
+from blockdraft.data.hidden_states import plan_hidden_states, read_hidden_states
 from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.none import NoDrafter
@@ -146,19 +148,30 @@ def read_recorded(paths: Sequence[Path]) -> Iterator[tuple[Document, Tensor]]:
             yield Document(tokens, supervised), hidden_states
 
 
-def pack(target: Target, target_layers: Sequence[int], paths: Sequence[Path], out: Path) -> dict[str, Any]:
-    """Write the recorded tasks as a data folder and its hidden states. Return the counts of the data folder."""
+def read_packed(folder: Path) -> Iterator[tuple[Document, Tensor]]:
+    """Yield the documents of `folder/data` with their hidden states of `folder/hidden-states`."""
+    yield from zip(read_data(folder / "data"), read_hidden_states(folder / "hidden-states"), strict=True)
+
+
+def pack(
+    target: Target, target_layers: Sequence[int], paths: Sequence[Path], also: Sequence[Path], out: Path
+) -> dict[str, Any]:
+    """Write recorded tasks, and further documents, as a data folder and its hidden states. Return its counts."""
+
+    def documents() -> Iterator[tuple[Document, Tensor]]:
+        return chain(read_recorded(paths), *map(read_packed, also))
+
     assert target.tokenizer is not None
     written_by = {"writer": "target", "author": target_fingerprint(target), "mode": "greedy, some sampled"}
     identity = {"tokenizer": tokenizer_fingerprint(target.tokenizer), "written_by": written_by}
     writer = DataWriter(out / "data", identity)
     writer.begin()
-    for number, (document, _) in enumerate(read_recorded(paths)):
+    for number, (document, _) in enumerate(documents()):
         writer.add(number, [document])
     counts: dict[str, Any] = writer.finish()["counts"]
     data = read_data(out / "data")
     cache = plan_hidden_states(out / "hidden-states", target, data, target_layers, HiddenStateSettings())
-    cache.write_from(hidden_states for _, hidden_states in read_recorded(paths))
+    cache.write_from(hidden_states for _, hidden_states in documents())
     return counts
 
 
@@ -166,11 +179,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--recorded", type=Path, default=Path("build/qwen2.5-coder/recorded"))
+    parser.add_argument("--also", type=Path, nargs="*", default=[], metavar="DIR", help="folders of further documents")
     parser.add_argument("--target-layers", default="7,16,26,28")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     layers = [int(layer) for layer in args.target_layers.split(",")]
-    print(pack(load_target(args.target), layers, sorted(args.recorded.glob("*.safetensors")), args.out))
+    recorded = sorted(args.recorded.glob("*.safetensors"))
+    print(pack(load_target(args.target), layers, recorded, args.also, args.out))
 
 
 if __name__ == "__main__":

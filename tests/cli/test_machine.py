@@ -156,5 +156,5 @@ def test_costs_are_measured_once_and_shown(
 
 
 def test_calibrating_a_target_without_a_bundled_drafter_takes_lookup(tiny_target_dir: Path, blockdraft: Run) -> None:
-    code, out, err = blockdraft("calibrate", "--device", "cpu", "--target", tiny_target_dir)
+    code, out, err = blockdraft("calibrate", "--anew", "--device", "cpu", "--target", tiny_target_dir)
     assert code == 0 and "R, chain of" in out and "batch size 1: plain step" in err

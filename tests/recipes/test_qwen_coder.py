@@ -17,13 +17,25 @@ import torch
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.data.documents import read_data
-from blockdraft.data.hidden_states import read_hidden_states
+from blockdraft.data.hidden_states import plan_hidden_states, read_hidden_states
 from blockdraft.data.loops import loop_begin
+from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.targets import Target
 
 RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
-MODULES = ("tools", "wording", "prompts", "chats", "shards", "recording", "responses", "documents", "measure_tau")
+MODULES = (
+    "tools",
+    "wording",
+    "prompts",
+    "chats",
+    "shards",
+    "recording",
+    "responses",
+    "documents",
+    "code_files",
+    "measure_tau",
+)
 TOKENS = 60
 WRITTEN = {"question", "program", "chat", "tools"}  # kinds whose prompts the target writes
 FUNCTION = """def {0}_values(items):
@@ -246,6 +258,7 @@ def test_recorded_hidden_states_are_those_of_the_documents(
     prompts, recorded = tmp_path / "prompts.jsonl", tmp_path / "recorded"
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
     monkeypatch.setattr(recipe.recording, "FILE_TOKENS", 1000)
+    monkeypatch.setattr(recipe.code_files, "TOKENS", 100)
 
     def run(script: str, *arguments: object) -> None:
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
@@ -256,14 +269,20 @@ def test_recorded_hidden_states_are_those_of_the_documents(
     layers = ("--target-layers", "0,1")
     run("responses", *options, "--batch", 4, "--dense", "--record", recorded, *layers)
     assert len(list(recorded.glob("*.safetensors"))) > 1
-    run("recording", "--target", tiny_target_dir, "--recorded", recorded, "--out", tmp_path / "packed", *layers)
+    run("code_files", "--target", tiny_target_dir, "--data", data, "--out", tmp_path / "also/data")
+    code = read_data(tmp_path / "also/data")
+    settings = HiddenStateSettings()
+    plan_hidden_states(tmp_path / "also/hidden-states", target, code, (0, 1), settings).write()
+    also = ("--also", tmp_path / "also")
+    run("recording", "--target", tiny_target_dir, "--recorded", recorded, "--out", tmp_path / "packed", *also, *layers)
     documents = read_data(tmp_path / "packed/data")
     stored = read_hidden_states(tmp_path / "packed/hidden-states")
     stored.check(target, documents, (0, 1))
     answered = [line for line in recipe.shards.read_shards(tmp_path / "responses") if "turns" in line]
     assert not {line["kind"] for line in answered} & set(recipe.documents.COPIES)
     trained = sum(not recipe.documents.is_validation(line["id"]) for line in answered)
-    assert trained - 1 <= len(documents) <= trained  # the last sequence may have run alone
+    # The last sequence may have run alone.
+    assert trained - 1 <= len(documents) - len(code) <= trained and len(code) > 10
     for document, hidden_states in zip(documents, stored, strict=True):
         [computed] = target_hidden_states(target, (0, 1), [document.tokens])
         # Keys and values had 8 bits while the target responded.

@@ -1,0 +1,77 @@
+"""Write code files as responses to requests for them, in random order, as a data folder.
+
+code_files.py --target GGUF --data DATA/train --measured DATA/prompts/*.jsonl --out build/code-files/data
+
+People wrote these responses, so they cost no decoding, and the target needs to read them only once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from chats import ChatTokens
+from prompts import grams, measured_grams, read_lines
+
+from blockdraft import load_target
+from blockdraft.data.documents import Document, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
+
+FILES = {"thealgorithms_python": 500, "leetcode_python": 250, "code_files": 450}  # of each set
+CHARACTERS, TOKENS = 300, 640  # at least, at most
+
+
+def responses(data: Path, pick: random.Random) -> Iterator[tuple[str, str, str]]:
+    """Yield requests, languages and code."""
+    picked = {}
+    for name, count in FILES.items():
+        lines = list(read_lines(data / f"{name}.jsonl"))
+        picked[name] = pick.sample(lines, min(count, len(lines)))
+    for line in picked["thealgorithms_python"]:
+        yield f"Write a Python module: {title(line['path'])}.", "python", line["text"]
+    for line in picked["leetcode_python"]:
+        if "xrange" not in line["text"]:  # Python 2
+            yield f'Solve "{title(Path(line["path"]).name)}" in Python.', "python", line["text"]
+    for line in picked["code_files"]:
+        yield f"Show me `{line['path']}` of a {line['language']} project.", line["language"], line["text"]
+
+
+def title(path: str) -> str:
+    return re.sub(r"[-_/]", " ", re.sub(r"\.\w+$", "", path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="the GGUF file")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the public sets")
+    parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON-lines files not to be trained on")
+    parser.add_argument("--out", type=Path, default=Path("build/code-files/data"))
+    parser.add_argument("--seed", type=int, default=7)
+    args = parser.parse_args()
+
+    target, measured, pick = load_target(args.target), measured_grams(args.measured), random.Random(args.seed)
+    assert target.tokenizer is not None
+    chats, documents = ChatTokens(target.tokenizer), list[Document]()
+    for request, language, text in responses(args.data, pick):
+        code = text.strip()
+        if len(code) < CHARACTERS or grams(code) & measured:
+            continue
+        prompt = chats.first_turn({}, request)
+        response = chats.encode(f"```{language}\n{code}\n```<|im_end|>")[:TOKENS]
+        supervised = [False] * len(prompt) + [True] * len(response)
+        documents.append(Document(torch.tensor(prompt + response), torch.tensor(supervised)))
+    pick.shuffle(documents)
+    identity = {"tokenizer": tokenizer_fingerprint(target.tokenizer), "written_by": {"writer": "people"}}
+    writer = DataWriter(args.out, identity)
+    writer.begin()
+    for number, document in enumerate(documents):
+        writer.add(number, [document])
+    print(writer.finish()["counts"])
+
+
+if __name__ == "__main__":
+    main()
