@@ -190,7 +190,7 @@ class EagleLayout(ABC):
             tensors |= vocabulary_maps(kept, config.vocab_size)
         if self.borrows:
             tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
-            # A drafter that is written to be measured needs no copy. Readers in speculators 0.9 do, though vLLM does not.
+            # A drafter that is written to be measured needs no copy; the reader of speculators 0.9 does.
             if checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None:
                 tensors[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
         write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
