@@ -164,7 +164,7 @@ def test_answers_are_those_of_plain_decoding(
     assert len(heard) == len(completions) == count
     for proposal in recorder.proposals:
         for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
-            check_tree(tokens, parents, drafting.tree_budget or drafter.block_size - 1, drafter.block_size)
+            check_tree(tokens, parents, engine.controller.max_draft_tokens, drafter.block_size)
 
 
 def test_stored_prefixes_change_neither_tokens_nor_drafts(
