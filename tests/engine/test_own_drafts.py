@@ -200,7 +200,7 @@ def test_sampled_draft_tokens_beside_predictions_have_the_distribution_of_the_ta
 ) -> None:
     target = load_target(write_model(tmp_path / "target", 2))
     drafter = load_drafter(f"{others}{write_model(tmp_path / 'drafter', 3)}", target=target)
-    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(tree_budget=budget, sampled=True))
+    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(None, budget, sampled=True))
     params = [
         SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True, prediction=[seed % V, seed // V % V, 1])
         for seed in range(ROWS)

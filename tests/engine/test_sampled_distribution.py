@@ -48,7 +48,7 @@ def test_answers_with_sampled_draft_tokens_have_the_distribution_of_the_target(
     target = load_target(write_model(tmp_path / "target", 2))
     folder = write_flow(tmp_path / "drafter", 2) if flow else write_model(tmp_path / "drafter", 3)
     drafter = load_drafter(f"{others}{folder}", target=target)
-    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(tree_budget=budget, sampled=True))
+    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(None, budget, sampled=True))
     params = [SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True) for seed in range(ROWS)]
     completions = engine.generate([PROMPT] * ROWS, params)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()
