@@ -65,6 +65,14 @@ NOT_RUN = {
     "build/hidden-states": PULLED,
     "blockdraft train eagle3 $RECIPE/drafter.toml --target $TARGET --data build/dense/data      "
     "--hidden-states build/hidden-states --out build/drafter": PULLED,
+    "blockdraft train eagle3 $RECIPE/drafter.toml --target $TARGET --data build/dense-2/data      --hidden-states "
+    "build/dense-2/hidden-states --init build/drafter-6 --alone 0 --batch 2 --epochs 1      --learning-rate 5e-4 "
+    "--muon-learning-rate 0.012 --qat-bits 4 --out build/drafter-7": PULLED,
+    "blockdraft hidden-states --data build/code-files/data --target $TARGET --target-layers 7,16,26,28      "
+    "--out build/code-files/hidden-states": PULLED,
+    "blockdraft train eagle3 $RECIPE/drafter.toml --target $TARGET --data build/recorded/data      "
+    "--hidden-states build/recorded/hidden-states --init build/drafter-7 --alone 0 --batch 2 --epochs 1      "
+    "--schedule linear --learning-rate 5e-4 --muon-learning-rate 0.012 --qat-bits 4 --out build/drafter": PULLED,
     "blockdraft export build/drafter --target $TARGET --format gguf --type q4_0 --no-tokenizer "
     "--out build/bundle": PULLED,
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",

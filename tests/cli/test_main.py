@@ -1,5 +1,6 @@
 """How commands start and end."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +11,13 @@ import pytest
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_is_no_traceback() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_no_traceback(unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "blockdraft", "env"]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+        words, environment = [sys.executable, "-m", "blockdraft", "env"], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert done.returncode == 1
-    assert "No space left on device; free space, and give the command again." in done.stderr
+    assert done.stderr == "error: [Errno 28] No space left on device; free space, and give the command again.\n"
 
 
 def test_a_text_in_the_place_of_a_path(blockdraft: Callable[..., Any]) -> None:

@@ -284,7 +284,8 @@ def test_an_answer_that_was_given_before_is_drafted_from_it(target: Target, draf
     with Engine(target, load_drafter("lookup", target=target), drafting=drafting) as engine:
         first, other, again = (engine.generate([FILE], scopes[i])[0] for i in (0, 1, 0))
     assert first.token_ids == other.token_ids == again.token_ids == expected.token_ids
-    assert first.stats.committed == other.stats.committed  # nothing came from another scope
+    if not drafting.automatic:
+        assert first.stats.committed == other.stats.committed  # nothing came from another scope
     assert again.tau > 8 > 2 * first.tau if drafting.block_size is None else again.tau >= first.tau
 
 

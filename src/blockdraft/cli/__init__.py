@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
+from io import UnsupportedOperation
 from typing import Annotated
 
 import typer
@@ -113,5 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(2)
         if error.errno not in FULL:
             raise
+        with suppress(UnsupportedOperation):  # what is left to print would fail again at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"error: {error}; free space, and give the command again.", file=sys.stderr)
         sys.exit(1)
