@@ -76,7 +76,7 @@ def logits(target: Target, tokens: Sequence[int]) -> Tensor:
 
 
 class Noisy(torch.overrides.TorchFunctionMode):
-    """Noise on the inputs of all products with weights, of the size of rounding them to 8 bits in groups of 32."""
+    """Noise on the inputs of products, as large as rounding them to 8 bits in groups of 256 (K-quants) or 32 does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +85,10 @@ class Noisy(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear and args[1].ndim == 2 and args[0].size(-1) % 32 == 0:
             x = args[0]
-            _, factor = quantize_inputs(x.reshape(-1, x.size(-1)), 32)
+            group = 32 if x.size(-1) % 256 else 256
+            _, factor = quantize_inputs(x.reshape(-1, x.size(-1)), group)
             noise = torch.rand(x.shape, generator=self.generator) - 0.5
-            x = x + noise * factor.repeat_interleave(32, -1).view(x.shape)
+            x = x + noise * factor.repeat_interleave(group, -1).view(x.shape)
             args = (x, *args[1:])
         return function(*args, **(kwargs or {}))
 
