@@ -93,7 +93,8 @@ class Recorder:
     def __init__(self, drafter: RecordingDrafter, folder: Path, name: str) -> None:
         self._drafter, self._folder, self._name = drafter, folder, name
         folder.mkdir(parents=True, exist_ok=True)
-        self._number = len(list(folder.glob(f"{name}-*.safetensors")))
+        numbers = [int(path.stem.rpartition("-")[2]) for path in folder.glob(f"{name}-*.safetensors")]
+        self._number = max(numbers, default=-1) + 1
         self._waiting: list[Document] = []
         self._done: list[tuple[Document, Tensor]] = []
 
