@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from pathlib import Path
 
 from chats import ChatTokens
@@ -39,6 +40,19 @@ def prompt_sets(
     return {name: prompts for name, prompts in short.items() if prompts}
 
 
+def holes(chats: ChatTokens, folder: Path, count: int) -> list[list[int]]:
+    """Return fill-in-the-middle prompts: holes of 1, 3 or 6 lines, with 30 lines before and 15 behind them."""
+    pick, prompts = random.Random(5), list[list[int]]()
+    texts = [path.read_text(encoding="utf-8").splitlines(keepends=True) for path in sorted(folder.rglob("*.py"))]
+    files = [lines for lines in texts if len(lines) >= 80]
+    while files and len(prompts) < count:
+        lines = pick.choice(files)
+        at, gap = pick.randrange(40, len(lines) - 30), pick.choice([1, 3, 6])
+        prefix, suffix = "".join(lines[at - 30 : at]), "".join(lines[at + gap : at + gap + 15])
+        prompts.append(chats.encode(f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>"))
+    return prompts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
@@ -51,6 +65,7 @@ def main() -> None:
         default=["fim", "edit", "request"],
         help="kinds of held-out tasks, whose prompts are not written by the target",
     )
+    parser.add_argument("--holes", type=Path, help="folder of Python files, for holes to fill in")
     parser.add_argument("--count", type=int, default=12, help="prompts of each set")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[3, 4, 7])
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -64,6 +79,8 @@ def main() -> None:
     params = SamplingParams(max_new_tokens=args.max_new_tokens, stop_token_ids=stop)
     chats, longest = ChatTokens(target.tokenizer), min(LONGEST, target.max_context - args.max_new_tokens)
     sets = prompt_sets(chats, args.prompts, args.measured, args.kinds, args.count, longest)
+    if args.holes is not None:
+        sets["holes"] = holes(chats, args.holes, args.count)
     results = []
     for name, prompts in sets.items():
         plain: list[list[int]] | None = None

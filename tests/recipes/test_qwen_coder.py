@@ -237,6 +237,21 @@ def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, monkeypatch: pytest.
         recipe.shards.unpack(folder, packed)
 
 
+def test_holes_are_parts_of_long_files(recipe: Any, target: Target, tmp_path: Path) -> None:
+    assert target.tokenizer is not None
+    chats = recipe.chats.ChatTokens(target.tokenizer)
+    (tmp_path / "short.py").write_text("pass\n" * 79)
+    assert recipe.measure_tau.holes(chats, tmp_path, 4) == []
+    (tmp_path / "long.py").write_text("".join(f"x{number} = {number}\n" for number in range(100)))
+    prompts = recipe.measure_tau.holes(chats, tmp_path, 4)
+    assert len(prompts) == 4 and len(set(map(tuple, prompts))) > 1
+    for prompt in prompts:
+        text = target.tokenizer.decode(prompt)
+        prefix, suffix = text.split("<|fim_suffix|>")
+        before, behind = (int(word) for word in (prefix.split()[-1], suffix.split()[0].removeprefix("x")))
+        assert behind - before - 1 in (1, 3, 6)
+
+
 def test_a_copied_prefix_is_recorded_apart(recipe: Any) -> None:
     drafter = recipe.recording.RecordingDrafter((0,))
     state = drafter.new_state(2, 8)
