@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +23,9 @@ from blockdraft.data.hidden_states import plan_hidden_states, read_hidden_states
 from blockdraft.data.loops import loop_begin
 from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.data.target_layers import target_hidden_states
+from blockdraft.drafters import load_drafter
 from blockdraft.targets import Target
+from blockdraft.training.progress import read_log
 
 RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
 MODULES = (
@@ -35,6 +39,8 @@ MODULES = (
     "documents",
     "code_files",
     "measure_tau",
+    "gpu_inputs",
+    "on_gpu",
 )
 TOKENS = 60
 WRITTEN = {"question", "program", "chat", "tools"}  # kinds whose prompts the target writes
@@ -56,7 +62,8 @@ def recipe() -> Iterator[Any]:
         yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
     finally:
         sys.path.remove(str(RECIPE))
-        for name in MODULES:
+        sys.path.remove(str(RECIPE.parent / "smollm2"))
+        for name in (*MODULES, "batched"):
             sys.modules.pop(name, None)
 
 
@@ -349,3 +356,68 @@ def test_commands_stop_and_resume(
     results = json.loads((tmp_path / "tau.json").read_text())
     assert [result["draft_tokens"] for result in results] == [0, 3, 3] * (len(results) // 3) and results
     assert all(result["identical"] == 1 and result["tau"] >= 1 for result in results)
+
+
+def test_parts_of_a_file_hold_all_but_unused_rows(recipe: Any, tmp_path: Path) -> None:
+    rng, file = np.random.default_rng(0), tmp_path / "target.gguf"
+    tensors = {
+        name: rng.standard_normal((40, 32), dtype=np.float32)
+        for name in ("token_embd.weight", "blk.0.attn_q.weight", "output.weight")
+    }
+    writer = gguf.GGUFWriter(file, "qwen2")
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    used = np.arange(38) % 3 == 0
+    recipe.gpu_inputs.write_parts(file, used, tmp_path, 2000)
+    assert len(list(tmp_path.glob("target.*.gz"))) > 2
+    joined = recipe.on_gpu.join(tmp_path, tmp_path / "joined.gguf")
+    for tensor in gguf.GGUFReader(joined).tensors:
+        expected = tensors[tensor.name].copy()
+        if tensor.name != "blk.0.attn_q.weight":
+            expected[:38][~used] = 0
+            expected[38:] = 0
+        assert np.array_equal(tensor.data, expected), tensor.name
+    max(tmp_path.glob("target.*.gz")).unlink()
+    with pytest.raises(SystemExit, match="not complete"):
+        recipe.on_gpu.join(tmp_path, tmp_path / "joined.gguf")
+
+
+@pytest.mark.slow
+def test_responses_and_training_by_the_clock(
+    recipe: Any,
+    tiny_target_dir: Path,
+    tiny_eagle3_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(script: str, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
+        getattr(recipe, script).main()
+
+    prompts, inputs, out = tmp_path / "prompts.jsonl", tmp_path / "inputs", tmp_path / "out"
+    run("prompts", "--data", data, "--out", prompts, "--count", 100)
+    options = ("--target", tiny_target_dir, "--data", data, "--prompts", prompts, "--responses", tmp_path / "none")
+    run("gpu_inputs", *options, "--out", inputs)
+    for name, value in {"SLOTS": 700, "LONGEST": 192}.items():
+        monkeypatch.setattr(recipe.on_gpu, name, value)
+    options = ("--inputs", inputs, "--target", tiny_target_dir, "--init", tiny_eagle3_dir, "--out", out)
+    options += ("--device", "cpu", "--rows", 4, "--documents", 20, "--held-out", 2, "--batch", 2, "--anchors", 16)
+    began = time.monotonic()
+    run("on_gpu", *options, "--respond", 3, "--train", 3)
+    assert time.monotonic() - began < 60
+    documents = list(recipe.on_gpu.read_documents(out / "responses.npz"))
+    assert len(documents) > 3 and all(document.supervised.any() for document in documents)
+    rates = [line["rate"] for line in read_log(out / "drafter.run/log.jsonl")]
+    assert len(rates) > 2 and max(rates) > 0.5 and rates[-1] < 0.5 * max(rates)
+    drafter = load_drafter(out / "drafter", target=load_target(tiny_target_dir))
+    chosen = drafter.network.kept.tolist()
+    counts = Counter(
+        int(token) for document in read_data(out / "data") for token in document.tokens[document.supervised]
+    )
+    least = min(counts[token] for token in chosen)
+    assert all(token in chosen for token, count in counts.items() if count > least)

@@ -235,7 +235,7 @@ def test_rows_of_a_batch_answer_as_each_would_alone(
 
 def test_a_row_that_loops_is_free_again(recipe: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "off")
-    monkeypatch.setattr(recipe.batched, "draw", lambda logits, heat, top_p: torch.full_like(heat, 9, dtype=torch.int64))
+    monkeypatch.setattr(recipe.batched, "draw", lambda logits, heat, *rest: torch.full_like(heat, 9, dtype=torch.int64))
     responder = recipe.batched.BatchedResponder(target, rows=1, slots=300)
     for key in range(2):
         responder.submit(key, (), [1, 2, 3], SamplingParams(200))

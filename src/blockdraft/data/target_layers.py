@@ -11,11 +11,12 @@ from blockdraft.decode.proposal import chain
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
-CPU_TOKENS = 1024  # per forward pass on a CPU, padding included; larger ones exceed its caches
+# Tokens per forward pass, padding included. Larger ones exceed the caches of a CPU, and have much padding on a GPU.
+CPU_TOKENS, GPU_TOKENS = 1024, 16_384
 
 
 def target_hidden_states(target: Target, target_layers: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Compute the hidden states of some documents without gradients, on a GPU in one target forward pass.
+    """Compute the hidden states of some documents without gradients.
 
     Args:
         target_layers: 0-based layers whose outputs are read; `target.num_layers` is the input of the head.
@@ -36,19 +37,16 @@ def target_hidden_states(target: Target, target_layers: Sequence[int], tokens: S
             f"with --length {target.max_context}."
         )
     hidden_states: dict[int, Tensor] = {}
-    for group in batches(list(map(len, tokens)), CPU_TOKENS if target.device.type == "cpu" else None):
+    for group in batches(list(map(len, tokens)), CPU_TOKENS if target.device.type == "cpu" else GPU_TOKENS):
         hidden_states |= zip(group, _of_one_forward(target, target_layers, [tokens[i] for i in group]), strict=True)
     return [hidden_states[i] for i in range(len(tokens))]
 
 
-def batches(lengths: Sequence[int], most: int | None) -> Iterator[list[int]]:
-    """Group indices by similar lengths.
-
-    A group has at most `most` tokens, padding included, or a single document; None makes one group of all.
-    """
+def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Group indices by similar lengths: at most `most` tokens, padding included, or a single document."""
     group: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if group and most is not None and lengths[group[0]] * (len(group) + 1) > most:
+        if group and lengths[group[0]] * (len(group) + 1) > most:
             yield group
             group = []
         group.append(i)
