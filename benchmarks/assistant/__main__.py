@@ -5,8 +5,8 @@
 
 The requests: return a file of 60 to 85 lines with one name changed, fill in a JSON schema of twenty fields, write tests
 for a function, write the commit message of a diff. All are greedy chats over HTTP, one at a time, interleaved over
-blockdraft (drafting with lookup; plain; edits also with the file as `prediction`) and llama-server (plain; each of its
-kinds of n-gram drafts). No server reuses prompts, and blockdraft's texts are compared with its plain ones. FILES.jsonl
+blockdraft (drafting; plain; edits also with the file as `prediction`) and llama-server (plain; each of its kinds of
+n-gram drafts; with a smaller model). No server reuses prompts, and blockdraft's texts are compared with its plain ones. FILES.jsonl
 holds a file in each line, as {"text": ...}; by default this repository's files are used. Results go to runs.csv,
 assistant.md and assistant.png.
 """
@@ -36,7 +36,7 @@ from benchmarks.server.client import CHAT, exchange, parse, streamed
 from benchmarks.server.servers import HOST, Server, llama, ours
 
 PLAIN, DRAFTED, PREDICTED = "blockdraft plain", "blockdraft", "blockdraft prediction"
-LLAMA = "llama-server"
+LLAMA, DRAFT_MODEL = "llama-server", "draft model"
 SPECULATORS = {  # options of llama-server
     "plain": (),
     **{
@@ -147,11 +147,11 @@ def report(runs: Sequence[Run], out: Path) -> None:
     page = table(header, [line for kind in by_kind for line in lines(by_kind[kind], kind)], left=2)
     with picture(out / "assistant.png", figsize=(9, 4)) as (_, panels):
         panel, width = panels[0][0], 0.16
-        bars = (PLAIN, DRAFTED, PREDICTED, f"{LLAMA} plain", f"{LLAMA} with its fastest n-gram kind")
+        bars = (PLAIN, DRAFTED, PREDICTED, f"{LLAMA} plain", f"{LLAMA} at its fastest")
         for i, bar in enumerate(bars):
             places, heights = [], []
             for place, own in enumerate(by_kind.values()):
-                way = fastest(run for run in own if "ngram" in run.way) if bar == bars[-1] else bar
+                way = fastest(own) if bar == bars[-1] else bar
                 rate = median(run.rate for run in own if run.way == way)
                 if rate is not None:
                     places.append(place + (i - 2) * width)
@@ -174,9 +174,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", type=listed(known=KINDS), default=list(KINDS), help=f"({','.join(KINDS)})")
     kinds = list(SPECULATORS)
     parser.add_argument("--llama", type=listed(known=kinds), default=kinds, help=f"({','.join(kinds)})")
+    parser.add_argument("--drafter", help="of blockdraft; by default the one that `blockdraft serve` chooses")
+    parser.add_argument(
+        "--draft-model", type=Path, help="GGUF file of a smaller model, with which llama-server drafts too"
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then; the same command goes on from there")
     given = parser.parse(words)
-    for path in (given.model, given.files):
+    for path in (given.model, given.files, given.draft_model):
         if path is not None and not path.is_file():
             parser.error(f"{path} is not a file.")
     if given.count < 1:
@@ -190,18 +194,22 @@ def main(words: Sequence[str] | None = None) -> None:
         texts = source_texts(given.files)
         tasks = make_tasks(texts, given.count, given.kinds)
         measured = {"model": given.model.name, "files": digest(texts), "threads": given.threads}
+        measured |= {"drafter": given.drafter or "default"}
         keep_settings(given.out, measured, given.anew)
         records = Records(Run, given.out / "runs.csv")
         own_ways, servers = [PLAIN, DRAFTED, PREDICTED], dict[str, Server]()
         more = ["--prefix-tokens", "0", "--no-stored-prefixes"]
-        server = ours(given.model, "lookup", given.out / "ours.log", given.threads, more)
+        server = ours(given.model, given.drafter, given.out / "ours.log", given.threads, more)
         stack.callback(server.close)
         servers |= dict.fromkeys(own_ways, server)
         if reason := environments.why_missing("llama_server"):
             tell(f"Without llama-server: {reason}")
         else:
-            for kind in given.llama:
-                log, options = given.out / f"llama-{kind}.log", SPECULATORS[kind]
+            kinds = {kind: SPECULATORS[kind] for kind in given.llama}
+            if given.draft_model is not None:
+                kinds[DRAFT_MODEL] = ("--model-draft", str(given.draft_model), "--spec-type", "draft-simple")
+            for kind, options in kinds.items():
+                log = given.out / f"llama-{kind.replace(' ', '-')}.log"
                 servers[f"{LLAMA} {kind}"] = llama(given.model, None, log, given.threads, 1, CONTEXT, options)
                 stack.callback(servers[f"{LLAMA} {kind}"].close)
         for warm_up, way in product(make_tasks(texts, 1, [TESTS, JSON]), servers.keys() - {PLAIN, PREDICTED}):

@@ -113,11 +113,21 @@ def gauges(metrics: str) -> dict[str, float]:
 
 
 def ours(
-    target: Path, drafter: Path | str, log: Path, threads: int, more: Sequence[str] = (), module: str = "blockdraft"
+    target: Path,
+    drafter: Path | str | None,
+    log: Path,
+    threads: int,
+    more: Sequence[str] = (),
+    module: str = "blockdraft",
 ) -> Server:
-    """Start `blockdraft serve`, or another module with its command line. It refuses to run uncompiled."""
+    """Start `blockdraft serve`, or another module with its command line. It refuses to run uncompiled.
+
+    Args:
+        drafter: None leaves the choice to the server.
+    """
     command = [sys.executable, "-m", module, "serve", "--port", "0", "--threads", threads, "--compile", "on"]
-    return Server([*command, "--target", target, "--drafter", drafter, *more], log, threads)
+    named = () if drafter is None else ("--drafter", drafter)
+    return Server([*command, "--target", target, *named, *more], log, threads)
 
 
 def llama(
