@@ -6,9 +6,9 @@
 The requests: return a file of 60 to 85 lines with one name changed, fill in a JSON schema of twenty fields, write tests
 for a function, write the commit message of a diff. All are greedy chats over HTTP, one at a time, interleaved over
 blockdraft (drafting; plain; edits also with the file as `prediction`) and llama-server (plain; each of its kinds of
-n-gram drafts; with a smaller model). No server reuses prompts, and blockdraft's texts are compared with its plain ones. FILES.jsonl
-holds a file in each line, as {"text": ...}; by default this repository's files are used. Results go to runs.csv,
-assistant.md and assistant.png.
+n-gram drafts; with a smaller model). No server reuses prompts, and blockdraft's texts are compared with its plain ones.
+FILES.jsonl holds a file in each line, as {"text": ...}; by default this repository's files are used. Results go to
+runs.csv, assistant.md and assistant.png.
 """
 
 from __future__ import annotations
