@@ -67,9 +67,9 @@ class ClosedError(BlockdraftError, RuntimeError):
 
 def describe(error: BaseException) -> str:
     """Return an error as one line: its kind, unless it is one of ours, and the first line of its message."""
-    said = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     kind = "" if isinstance(error, BlockdraftError) else type(error).__name__
-    return ": ".join(filter(None, [kind, said[0] if said else ""])) or type(error).__name__
+    return ": ".join(filter(None, [kind, lines[0] if lines else ""])) or type(error).__name__
 
 
 def counted(number: int, noun: str) -> str:

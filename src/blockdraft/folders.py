@@ -84,7 +84,7 @@ def clear_remains(path: str | Path) -> None:
     path = Path(path).resolve()
     for scratch in path.parent.glob(f".{glob.escape(path.name)}.*"):
         with suppress(FileNotFoundError):  # a file of another process that tests its write access, deleted meanwhile
-            if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
+            if not scratch.is_dir() or {entry.name for entry in scratch.iterdir()} - {"new", "old"}:
                 continue
             if (scratch / "old").exists() and not path.exists():
                 (scratch / "old").rename(path)

@@ -282,7 +282,7 @@ def test_the_place_of_a_drafter_needs_no_target(
     for name in ("pages.gguf", "notes.gguf"):
         (tmp_path / name).write_text("notes")
     for bad, message in (
-        (tmp_path, r"is no drafter; .* lookup, mtp, none. It holds the file \S*notes.gguf, which may be one.$"),
+        (tmp_path, r"is no drafter; .* lookup, mtp, none.* It holds the file \S*notes.gguf, which may be one.$"),
         ("lookup+nowhere", "^nowhere is no drafter"),
         (f"{tmp_path.name}/name", f"^{tmp_path.name}/name is no drafter"),  # a path with a mistake
         ("owner/name", "owner/name is no folder here, and the hub does not send"),

@@ -53,12 +53,6 @@ class Machine:
     strays: float = 0.01
     plain: float = 1e-3
 
-    def run_seconds(self, seconds: float) -> Account:
-        account, end = Account(), self.clock + seconds
-        while self.clock < end:
-            self._step(account)
-        return account
-
     def seconds(self, rows: int, draft_tokens: int | None) -> float:
         nodes = rows * (1 + (draft_tokens or 0))
         drafted = 0.0 if draft_tokens is None else self.draft * (1 + 0.03 * rows)

@@ -278,7 +278,7 @@ def test_sampled_draft_tokens_without_numbers_end_no_request(target: Target, dra
     assert asked > 3
 
 
-def test_a_drafter_without_numbers_is_reported_of_once(
+def test_a_drafter_without_numbers_is_reported_once(
     target: Target, drafter: Drafter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It can sample no draft token in any step, and the answers are those of the target alone."""
@@ -429,7 +429,7 @@ def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: D
         assert completion.stats.remembered == remembered
 
 
-def test_what_a_drafter_could_not_be_reported_of_is_not_remembered(
+def test_what_a_drafter_could_not_observe_is_not_remembered(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(target, drafter, drafting=Drafting(block_size=1), prefix_tokens=100)

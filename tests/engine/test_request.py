@@ -27,7 +27,7 @@ def test_a_failure_is_raised_as_what_it_is(failure: BlockdraftError) -> None:
         assert isinstance(raised.value, FloatingPointError) == isinstance(failure, NumbersError)
 
 
-def test_those_who_wait_are_reported_of_the_end_when_it_is_published() -> None:
+def test_those_who_wait_learn_of_the_end_when_it_is_published() -> None:
     request = made()
     request.extend([5, 6], [False, True])
     request.finish("length")

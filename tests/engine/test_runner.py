@@ -150,9 +150,7 @@ def test_a_sequence_that_the_drafter_cannot_observe_ends_alone(target: Target) -
 
 
 @pytest.mark.parametrize("leaves", ["copy", "close", "shrink"])
-def test_the_drafter_is_reported_of_all_steps_before_a_row_changes(
-    target: Target, drafter: Drafter, leaves: str
-) -> None:
+def test_the_drafter_observes_all_steps_before_a_row_changes(target: Target, drafter: Drafter, leaves: str) -> None:
     runner, rows = made(target, drafter)
     read(runner, rows)
     for _ in range(4):

@@ -60,7 +60,7 @@ def test_maps_of_the_vocabulary_may_be_integers() -> None:
         ),
     ],
 )
-def test_rotary_embeddings_are_reported_to_older_readers(rope: dict[str, object], old: dict[str, object]) -> None:
+def test_rotary_embeddings_are_written_for_older_readers(rope: dict[str, object], old: dict[str, object]) -> None:
     raw = {"hidden_size": 8, "rope_parameters": rope}
     assert with_rope_theta(raw) == raw | old
     assert with_rope_theta(raw | {"rope_theta": 3.0})["rope_theta"] == 3.0  # what is there stays

@@ -68,7 +68,7 @@ def test_names_shapes_and_numbers_count() -> None:
     assert len({known, *(weights_fingerprint([*other, ("b", torch.ones(()))]) for other in others)}) == 4
 
 
-def test_a_drafter_of_another_target_is_reported_of(
+def test_a_drafter_of_another_target_is_reported(
     tiny_target_dir: Path, noisy_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, other = (load_target(folder, device="cpu") for folder in (tiny_target_dir, noisy_dir))

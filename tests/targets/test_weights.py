@@ -66,7 +66,7 @@ def test_a_lora_is_merged(tiny_target_dir: Path, lora: Path, backend: str) -> No
 
 
 @pytest.mark.slow
-def test_drafters_of_an_adapted_model_are_reported_from_those_of_its_source(
+def test_drafters_of_an_adapted_model_are_distinguished_from_those_of_its_source(
     tiny_target_dir: Path, lora: Path, make_adapter: Callable[..., Path], tmp_path: Path
 ) -> None:
     plain = load_target(tiny_target_dir, device="cpu")

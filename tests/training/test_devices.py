@@ -66,7 +66,7 @@ def test_one_process_trains_in_one_arithmetic_after_the_other(fresh_accelerator:
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_trackers_are_reported_figures_and_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_receive_figures_and_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights & Biases, by a module of that name which notes what it is told."""
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "__init__.py").write_text(

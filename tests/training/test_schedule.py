@@ -19,7 +19,7 @@ def test_a_plain_run_is_the_recipes() -> None:
     assert schedule.end == 50
 
 
-def test_reported_to_finish_the_rates_fall_within_a_tenth_of_the_steps() -> None:
+def test_when_asked_to_finish_the_rates_fall_within_a_tenth_of_the_steps() -> None:
     schedule = Schedule(1000, RECIPE)
     before = rates(schedule)
     schedule.finish(200)

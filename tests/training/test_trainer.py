@@ -350,7 +350,7 @@ def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds
 
 
 @pytest.mark.slow
-def test_reported_to_finish_it_ends_within_a_few_steps(
+def test_when_asked_to_finish_it_ends_within_a_few_steps(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, notes, add = tmp_path / "drafter", list[str](), RunLog.add

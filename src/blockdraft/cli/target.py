@@ -53,6 +53,7 @@ DRAFT_VOCAB = (
 SAMPLING_FLAGS = (
     "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop seed"
 )
+SAMPLED_ONLY = ("top_k", "top_p", "min_p")  # flags without effect at temperature 0
 Sampling = Annotated[SamplingParams, Only(SAMPLING_FLAGS, SAMPLING)]
 DraftingOptions = Annotated[Drafting, Only("block_size tree_budget draft_window draft_passes sampled", DRAFTING)]
 Records = Annotated[RecordSettings, Only("split subset", DATA)]
@@ -280,7 +281,7 @@ def tell_unused(params: SamplingParams, temperatures: Sequence[float], sampled: 
     if any(temperatures):
         return
     default = SamplingParams()
-    names = [name for name in ("top_k", "top_p", "min_p") if getattr(params, name) != getattr(default, name)]
+    names = [name for name in SAMPLED_ONLY if getattr(params, name) != getattr(default, name)]
     unused = [f"--{name.replace('_', '-')}" for name in names]
     unused += (["--sampled"] if sampled else []) if isinstance(sampled, bool) else sampled
     if unused:

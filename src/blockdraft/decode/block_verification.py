@@ -159,8 +159,8 @@ def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
     count = proposal.tokens.size(1)
     q = [_q_of(proposal, row) for row in rows]
     ids_RKN, q_RKN = (
-        pad_sequence([pad(each, (0, 0, 0, count - len(each))).T for each in part], batch_first=True)
-        for part in ([each.ids for each in q], [each.probs for each in q])
+        pad_sequence([pad(values, (0, 0, 0, count - len(values))).T for values in part], batch_first=True)
+        for part in ([dist.ids for dist in q], [dist.probs for dist in q])
     )
     q_RKN = exact(q_RKN).cpu()
     # A distribution that nothing was sampled from may sum to 0.

@@ -68,7 +68,7 @@ class Distributions:
         self._logits, self._params = logits_BNV, params
         self._parents = parents_BN
         self._prompts, self._outputs = prompts, outputs
-        self._rules = {row: each for row, each in enumerate(rules or ()) if each is not None}
+        self._rules = {row: own for row, own in enumerate(rules or ()) if own is not None}
         self._allowed: dict[tuple[int, int], Tensor | None] = {}
         self._allows_best: dict[tuple[int, int], bool] = {}
         self._adjusted = [_adjusts(p) or row in self._rules for row, p in enumerate(params)]
@@ -184,7 +184,7 @@ class Distributions:
             scores_MV = self._logits[list(rows), list(nodes)].float()
         if type(scores_MV) is not Tensor and any(self._adjusted[row] for row in rows):
             scores_MV = scores_MV.clone()  # in torch; arrays of another framework cannot be written to
-        biases, repeated, said = [], [], []  # entries (m, token, amount)
+        biases, repeated, written = [], [], []  # entries (m, token, amount)
         for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if not self._adjusted[row]:
                 continue
@@ -194,7 +194,7 @@ class Distributions:
                 repeated += [(m, token, p.repetition_penalty) for token in {*self._prompts[row], *output}]
             if p.presence_penalty or p.frequency_penalty:
                 times = Counter(output).items()
-                said += [(m, token, p.presence_penalty + p.frequency_penalty * count) for token, count in times]
+                written += [(m, token, p.presence_penalty + p.frequency_penalty * count) for token, count in times]
         if biases:
             at, amounts = _entries(biases, scores_MV.device)
             scores_MV[at] += amounts
@@ -204,8 +204,8 @@ class Distributions:
             scores = torch.where(scores < 0, scores * amounts, scores / amounts)
             most = torch.finfo(scores.dtype).max
             scores_MV[at] = scores.clamp(-most, most)  # penalties may overflow
-        if said:
-            at, amounts = _entries(said, scores_MV.device)
+        if written:
+            at, amounts = _entries(written, scores_MV.device)
             scores_MV[at] -= amounts
         ruled = [m for m, row in enumerate(rows) if row in self._rules] if self._rules else ()
         for m in ruled:

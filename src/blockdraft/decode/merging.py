@@ -55,29 +55,21 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
         budget: Most draft tokens per sequence.
     """
     chains, texts = sampled.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
-    rows, above, dists = list[list[int]](), list[list[int]](), list[SparseDistribution | None]()
+    trees, dists = list[_Tree](), list[SparseDistribution | None]()
     for row in range(len(anchor)):
         parents = [parent for node, parent in enumerate(sampled.parent_lists[row]) if node == 0 or parent >= 0]
-        tokens, dist = chains[row][: len(parents)], None if sampled.q is None else sampled.q[row]
+        dist = None if sampled.q is None else sampled.q[row]
         dists.append(dist and SparseDistribution(dist.ids[: len(parents)], dist.probs[: len(parents)]))
-        nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
-        trees = [
-            (said[row], proposal.parent_lists[row], _acceptance_probs(proposal, row))
-            for said, proposal in zip(texts, others, strict=True)
-        ]
-        places = [0]  # indices of the others' nodes in this tree
-        for _, parent, token in _likeliest(trees, budget):
-            at = places[parent], token
-            if at not in nodes:
-                if len(tokens) > budget:
-                    break
-                nodes[at] = len(tokens)
-                tokens.append(token)
-                parents.append(at[0])
-            places.append(nodes[at])
-        rows.append(tokens)
-        above.append(parents)
-    return Proposal(*filled(anchor, rows, above), tuple(dists))
+        likely = _likeliest(
+            [
+                (tokens[row], proposal.parent_lists[row], _acceptance_probs(proposal, row))
+                for tokens, proposal in zip(texts, others, strict=True)
+            ],
+            budget,
+        )
+        trees.append(_Tree(chains[row][: len(parents)], parents))
+        trees[row].add([token for _, _, token in likely], [parent for _, parent, _ in likely], budget)
+    return Proposal(*filled(anchor, [tree.tokens for tree in trees], [tree.parents for tree in trees]), tuple(dists))
 
 
 def put_first(own: Sequence[list[int]], proposal: Proposal, budget: int) -> Proposal:
@@ -90,39 +82,58 @@ def put_first(own: Sequence[list[int]], proposal: Proposal, budget: int) -> Prop
         own: Draft tokens of each sequence, without the anchor; may be empty.
         budget: Most draft tokens of a tree; 0 for chains.
     """
-    rows, above = list[list[int]](), list[list[int]]()
-    q = list(proposal.q or [None] * len(own))
+    trees, q = list[_Tree](), list(proposal.q or [None] * len(own))
     for row, (first, tokens) in enumerate(zip(own, proposal.tokens.tolist(), strict=True)):
-        count = 1 + sum(parent >= 0 for parent in proposal.parent_lists[row])
-        merged, parents = [tokens[0], *first], list(range(-1, len(first)))
+        parents = proposal.parent_lists[row]
+        count = 1 + sum(parent >= 0 for parent in parents)
         if not first:
-            merged, parents, count = tokens[:count], proposal.parent_lists[row][:count], 0
-        elif q[row] is not None:
-            q[row], count = None, 0
-        nodes, places = {(node, token): node + 1 for node, token in enumerate(first)}, [0]
-        for token, parent in zip(tokens[1:count], proposal.parent_lists[row][1:count], strict=True):
-            at = places[parent], token
-            if at not in nodes:
-                if len(merged) > budget if budget else at[0] != len(merged) - 1:
-                    break
-                nodes[at] = len(merged)
-                merged.append(token)
-                parents.append(at[0])
-            places.append(nodes[at])
-        rows.append(merged)
-        above.append(parents)
+            trees.append(_Tree(tokens[:count], parents[:count]))
+            continue
+        trees.append(_Tree([tokens[0], *first], list(range(-1, len(first)))))
+        if q[row] is None:
+            trees[row].add(tokens[1:count], parents[1:count], budget)
+        q[row] = None
     known = tuple(q) if any(dist is not None for dist in q) else None
-    return Proposal(*filled(proposal.tokens[:, 0], rows, above), known, part=proposal.part)
+    tokens_and_parents = filled(
+        proposal.tokens[:, 0], [tree.tokens for tree in trees], [tree.parents for tree in trees]
+    )
+    return Proposal(*tokens_and_parents, known, part=proposal.part)
+
+
+class _Tree:
+    """Tokens and parents of a tree of one sequence, to which nodes of others are added. Node 0 is the anchor."""
+
+    def __init__(self, tokens: list[int], parents: list[int]) -> None:
+        self.tokens, self.parents = tokens, parents
+        self._nodes = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+
+    def add(self, tokens: Sequence[int], parents: Sequence[int], budget: int) -> None:
+        """Add the draft tokens of another tree with the same anchor, up to the first for which there is no place.
+
+        Args:
+            tokens, parents: The draft tokens, without the anchor. Parents come before children.
+            budget: Most draft tokens of this tree. With 0 it is a chain, which only grows at its end.
+        """
+        own_nodes = [0]  # by node of the other tree
+        for token, parent in zip(tokens, parents, strict=True):
+            key = own_nodes[parent], token
+            if key not in self._nodes:
+                if len(self.tokens) > budget if budget else key[0] != len(self.tokens) - 1:
+                    return
+                self._nodes[key] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(key[0])
+            own_nodes.append(self._nodes[key])
 
 
 def _acceptance_probs(proposal: Proposal, row: int) -> Sequence[float]:
     if proposal.acceptance_probs is not None:
         return proposal.acceptance_probs[row]
-    found = [1.0]
+    acceptance_probs = [1.0]
     for parent in proposal.parent_lists[row][1:]:
         if parent >= 0:  # else padding
-            found.append(ASSUMED * found[parent])
-    return found[1:]
+            acceptance_probs.append(ASSUMED * acceptance_probs[parent])
+    return acceptance_probs[1:]
 
 
 def _likeliest(

@@ -68,7 +68,7 @@ class Conversation:
             self.set_system(system)
 
     @property
-    def said(self) -> list[Message]:
+    def turns(self) -> list[Message]:
         """The messages except the system message."""
         return [message for message in self.messages if message["role"] != "system"]
 
@@ -125,24 +125,24 @@ class Conversation:
         """
         if not self.has_template:
             raise UsageError("The target has no chat template, so it takes no system message; say it in the text.")
-        messages = [{"role": "system", "content": text}] * bool(text) + self.said
+        messages = [{"role": "system", "content": text}] * bool(text) + self.turns
         encode([*messages, {"role": "user", "content": "?"}], self.engine.target)
         self.messages = messages
 
     def undo(self) -> str | None:
         """Remove the last message and its answer. Return the message, or None if there is none."""
-        if not self.said:
+        if not self.turns:
             return None
         *self.messages, question, _ = self.messages
         return question["content"]
 
     def forget_oldest(self) -> str | None:
         """Remove the oldest message and its answer. Return the message, or None if there is none."""
-        said = self.said
-        if not said:
+        turns = self.turns
+        if not turns:
             return None
-        self.messages = [message for message in self.messages if message["role"] == "system"] + said[2:]
-        return said[0]["content"]
+        self.messages = [message for message in self.messages if message["role"] == "system"] + turns[2:]
+        return turns[0]["content"]
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
@@ -156,7 +156,7 @@ class Conversation:
                 be written.
         """
         path = Path(path).resolve()
-        if not self.said:
+        if not self.turns:
             raise UsageError("There is nothing to save yet.")
         if path.exists() and path not in self._saved:
             raise UsageError(f"{path} exists; give another name.")

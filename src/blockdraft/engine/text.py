@@ -233,18 +233,18 @@ class AnswerText:
             new, tail = self._stream.push(self._with_text(self._ids[self._read_ids :]))
             self._find_special()
             self._read_ids = len(self._ids)
-            # No stop string begins before it.
-            seen = 0 if self._special else max(0, len(self._text) - self._longest + 1)
+            # No stop string can begin before `first`.
+            first = 0 if self._special else max(0, len(self._text) - self._longest + 1)
             self._text += new
             # The tail of a run of bytes is provisional; the tokenizer decides whether the answer ends.
-            if self._stop and self._first_stop(self._text[seen:] + tail) is not None:
+            if self._stop and self._first_stop(self._text[first:] + tail) is not None:
                 whole = self._whole(self._ids)
                 if self._first_stop(whole) is not None:
                     self._close(whole)
                     return
         spelled = self._with_special(self._text)
-        held = max((begun(stop, spelled) for stop in self._stop), default=0)
-        self._safe = max(self._safe, min(self._position(len(spelled) - held), len(self._text)))
+        undecided = max((begun(stop, spelled) for stop in self._stop), default=0)
+        self._safe = max(self._safe, min(self._position(len(spelled) - undecided), len(self._text)))
 
     def _close(self, whole: str) -> None:
         """End the answer with the tokenizer's text of all its tokens."""
@@ -320,8 +320,8 @@ class AnswerText:
     def _first_stop(self, text: str) -> int | None:
         """Return the position of the first stop string in a text, or None."""
         spelled = self._with_special(text)
-        found = min((at for at in map(spelled.find, self._stop) if at >= 0), default=None)
-        return None if found is None else self._position(found)
+        first = min((at for at in map(spelled.find, self._stop) if at >= 0), default=None)
+        return None if first is None else self._position(first)
 
 
 def begun(stop: str, text: str) -> int:
@@ -437,10 +437,10 @@ class TextStream:
 
         Return the whole window if its last tokens alone do not end in the same text.
         """
-        kept = window[-KEPT:]
-        short, held = self._decode(kept), len(text) - given
-        if len(short) > held and text.endswith(short[-held - 1 :]):
-            return kept, len(short) - held
+        last_tokens = window[-KEPT:]
+        short, remaining = self._decode(last_tokens), len(text) - given
+        if len(short) > remaining and text.endswith(short[-remaining - 1 :]):
+            return last_tokens, len(short) - remaining
         return window, given
 
     def _name(self, token: int) -> str | None:

@@ -172,7 +172,10 @@ SKIPPED_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Options(Schema):
-    """Options of Ollama. Those that say how to compute, such as `num_ctx` and `num_thread`, are ignored."""
+    """Options of Ollama. Those that say how to compute, such as `num_ctx` and `num_thread`, are ignored.
+
+    Fields named as in `GenerationSchema` reach the engine.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -209,17 +212,9 @@ class OllamaSchema(Schema):
         if self.format:
             schema = None if isinstance(self.format, str) else self.format
             grammar = format_grammar("format", "json_object" if schema is None else "json_schema", schema)
-        schema_fields = {
-            "temperature": options.temperature,
-            "top_k": options.top_k,
-            "top_p": options.top_p,
-            "min_p": options.min_p,
-            "seed": options.seed,
-            "stop": options.stop,
-            "repetition_penalty": options.repeat_penalty,
-            "presence_penalty": options.presence_penalty,
-            "frequency_penalty": options.frequency_penalty,
-        }
+        shared = Options.model_fields.keys() & GenerationSchema.model_fields.keys()
+        schema_fields = {name: getattr(options, name) for name in shared}
+        schema_fields["repetition_penalty"] = options.repeat_penalty
         try:
             sampling = GenerationSchema.model_validate({"model": self.model, **schema_fields})
         except ValidationError as error:

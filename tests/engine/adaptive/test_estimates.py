@@ -77,7 +77,7 @@ def test_what_a_drafter_expects_that_computed_nonsense_is_forgotten() -> None:
     assert found.calibration == 1.0
 
 
-def test_what_is_known_of_a_request_is_reported_apart_from_what_is_known_of_all() -> None:
+def test_what_is_known_of_a_request_is_kept_apart_from_what_is_known_of_all() -> None:
     found, good = fed(3)
     bad = request()
     assert found.share(bad) == 1.0

@@ -120,7 +120,7 @@ def test_a_first_step_without_luck_is_soon_forgotten(draft: float) -> None:
     assert sum(found) / len(found) >= 0.9
 
 
-def test_more_draft_tokens_are_rests_though_they_are_thought_to_take_too_long() -> None:
+def test_more_draft_tokens_are_tried_though_they_are_thought_to_take_too_long() -> None:
     machine = Machine(draft=0.2, flat=4, node=0.1)
     plain, points = (0.5e-3,), (tuple((n, machine.seconds(1, n) * (0.5 if n < 2 else 1.3)) for n in range(1, 16)),)
     wrong = Costs((1,), plain, points, points, NOW)  # a step from one draft token to two that is not there
@@ -136,7 +136,7 @@ def test_text_that_cannot_be_drafted_costs_two_percent_at_most(kind: str, machin
     assert decoding.run(1500).against_plain >= 0.98
 
 
-def test_a_hopeless_drafter_is_rests_seldom_and_never_given_up() -> None:
+def test_a_hopeless_drafter_is_tried_seldom_and_never_given_up() -> None:
     decoding = Decoding("lookup", PAIR, constant(0.0), stored(PAIR))
     decoding.run(3000)
     drafted = [step for step, draft_tokens in enumerate(decoding.chosen) if draft_tokens is not None and step >= 500]
@@ -163,7 +163,7 @@ def test_other_work_of_the_machine_is_followed(kind: str) -> None:
     assert decoding.run(400).against_best >= 0.95
 
 
-def test_where_drafting_gains_little_it_is_rests_again_and_again() -> None:
+def test_where_drafting_gains_little_it_is_tried_again_and_again() -> None:
     """The best size is 5 % above plain decoding, less than a few steps can tell."""
     found = [stretches(Decoding("lookup", CPU, constant(0.8), stored(CPU), seed))[1] for seed in range(6)]
     assert sum(found) / len(found) >= 0.955
@@ -390,17 +390,22 @@ class Trials:
         while not self.found._paused:
             self.step()
 
-    def step(self, accepted: float = 0.0, slower: float = 1.0, late: float = 0.0) -> int:
-        """Runs a step in which this share of draft tokens is accepted, and which takes longer if it is a trial, after
-        so many seconds to catch up; returns the draft tokens."""
+    def step(self, accepted: float = 0.0, slower: float = 1.0, late: float = 0.0, own: bool = False) -> int:
+        """Run a step and return its number of draft tokens.
+
+        Args:
+            accepted: Share of draft tokens that are accepted.
+            slower: Factor of the time of a trial.
+            late: Seconds of a trial to catch up.
+            own: Whether the request has draft tokens of its own.
+        """
         plan = self.found.plan(self.requests)
         assert self.found._decision is not None
         draft_tokens = plan.block_size - 1
         seconds = PAIR.seconds(1, draft_tokens or None) * (slower if self.found._decision.trial else 1.0)
         lengths, late = [int(accepted * draft_tokens)], late if draft_tokens else 0.0
-        self.found.learn(
-            Outcome(self.requests, plan, draft_tokens, [draft_tokens], lengths, seconds=seconds, catch_up_seconds=late)
-        )
+        outcome = Outcome(self.requests, plan, draft_tokens, [draft_tokens], lengths, seconds=seconds)
+        self.found.learn(outcome._replace(catch_up_seconds=late, has_own_drafts=own))
         return draft_tokens
 
 
@@ -411,7 +416,7 @@ def test_what_trials_lose_is_made_up_for_before_the_next() -> None:
     assert 0.5 * TRIAL_SHARE * 2000 < lost < 1.2 * TRIAL_SHARE * 2000 + MAX_CREDIT
 
 
-def test_what_a_drafter_is_reported_before_a_trial_is_part_of_its_loss() -> None:
+def test_what_a_drafter_observes_before_a_trial_is_part_of_its_loss() -> None:
     plain = PAIR.seconds(1, None)
     at_once, later = Trials(), Trials()
     tried = [sum(trials.step(late=late) > 0 for _ in range(2000)) for trials, late in ((at_once, 0.0), (later, plain))]
@@ -436,6 +441,14 @@ def test_after_a_trial_that_lost_there_are_other_steps_and_after_one_that_paid_t
     while not trials.step(accepted=1.0):
         pass
     assert trials.step() > 0
+
+
+def test_after_a_trial_that_own_draft_tokens_hide_there_are_other_steps() -> None:
+    trials = Trials()
+    trials.found._credit = MAX_CREDIT
+    while not trials.step(own=True):
+        pass
+    assert trials.found._credit > 0 and trials.step() == 0
 
 
 def test_a_delay_during_a_trial_is_no_loss() -> None:

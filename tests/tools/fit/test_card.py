@@ -25,7 +25,7 @@ def test_an_export_that_would_be_refused_is_not_advised(tmp_path: Path, tiny_dra
     assert advised is not last
 
 
-def test_other_engines_are_not_reported_to_load_a_gguf_file(tmp_path: Path, tiny_drafter_dir: Path) -> None:
+def test_other_engines_are_not_said_to_load_a_gguf_file(tmp_path: Path, tiny_drafter_dir: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(tiny_drafter_dir, out)
     assert not any(line.startswith("blockdraft export") for line in usage(Where(out, "m.gguf")))

@@ -116,7 +116,7 @@ class Controller:
         self._step = 0
         self._credit = MAX_CREDIT
         self._recoveries = 0  # of the slowdown, as far as they were noticed
-        self._rests = False  # whether the last step was a trial that lost, so that no trial follows at once
+        self._rests = False  # whether the last step was a trial that lost or is hidden, so that no trial follows
         self._paused = False
         self._decision: Decision | None = None  # for the planned step; None if there was nothing to decide
         self._hold, self._requests = 0, list[Request]()  # steps for which the decision still holds, and its requests
@@ -207,7 +207,7 @@ class Controller:
         if decision is None:
             return
         if outcome.has_own_drafts:  # tokens and seconds do not show what the drafter brings
-            self._tried = decision.trial
+            self._rests = decision.trial
             self._credit -= HIDDEN_TRIAL_COST * decision.trial
             return
         self._step += 1
