@@ -1,24 +1,27 @@
-"""Benchmark a mixture of experts at the shapes of Qwen3-30B-A3B, beside llama.cpp: `python -m benchmarks.mixture`.
+"""Benchmark GGUF files of mixtures and hybrids, beside llama.cpp: `python -m benchmarks.mixture --shape gpt-oss`.
 
-It writes a GGUF file with few layers of random weights, in types much as in Q4_K_M, and prints seconds to load it for
-the first time and again, the largest resident set, tokens per second of plain decoding, and the time of forward passes
-of 1, 2, 4 and 8 random tokens with logits of the last one: medians of interleaved runs. A forward pass is measured when
-it runs the second time in a row, since llama.cpp makes a new graph for another number of tokens. With --llama PROGRAM
-(the `llama_peer` that `make bench-peers` builds) llama.cpp reads the same file in between.
+It writes a file with the shapes of a known model (--shape), few layers (--layers) and random weights, in types much as
+in published files. It prints seconds to load it for the first time and again, the largest resident set, tokens per
+second of plain decoding, and the time of forward passes of 1, 2, 4 and 8 random tokens with logits of the last one:
+medians of interleaved runs. A forward pass is measured when it runs the second time in a row, since llama.cpp makes a
+new graph for another number of tokens. With --llama PROGRAM (the `llama_peer` that `make bench-peers` builds) llama.cpp
+reads the same file in between.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,72 +41,190 @@ from blockdraft.machine import cache_folder
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
-ARCHITECTURE = "qwen3moe"
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 4, 128
-EXPERTS, CHOSEN, INNER, VOCABULARY = 128, 8, 768, 151936
 CONTEXT = 512
 TOKENS = (1, 2, 4, 8)  # of a forward pass
 READ, WRITTEN = 16, 96  # tokens of a request
-SCALES = {"Q4_K": ((0, 1e-4), (2, 6e-4)), "Q6_K": ((208, 2e-5),)}  # places and sizes of factors in a block
-QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-LAYER = {  # types and shapes of matrices
-    "attn_q": ("Q4_K", (QUERIES, HIDDEN)),
-    "attn_k": ("Q4_K", (KEYS, HIDDEN)),
-    "attn_v": ("Q6_K", (KEYS, HIDDEN)),
-    "attn_output": ("Q4_K", (HIDDEN, QUERIES)),
-    "ffn_gate_exps": ("Q4_K", (EXPERTS, INNER, HIDDEN)),
-    "ffn_up_exps": ("Q4_K", (EXPERTS, INNER, HIDDEN)),
-    "ffn_down_exps": ("Q6_K", (EXPERTS, HIDDEN, INNER)),
+# Bytes to set in each block: the place, and the factor that makes weights of about 0.02.
+SCALES: dict[str, dict[int, np.ndarray]] = {
+    "Q4_K": {0: np.array([1e-4], "<f2"), 2: np.array([6e-4], "<f2")},
+    "Q6_K": {208: np.array([2e-5], "<f2")},
+    "Q8_0": {0: np.array([3e-4], "<f2")},
+    "MXFP4": {0: np.array([120], "<u1")},
 }
-NORMS = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN, "attn_q_norm": HEAD_DIM, "attn_k_norm": HEAD_DIM}
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # types and shapes by names
 
 
-def write_model(path: Path, layers: int) -> None:
-    """Write a model of random weights."""
-    writer, numbers = gguf.GGUFWriter(path, ARCHITECTURE, use_temp_file=True), np.random.default_rng(1)
-    writer.add_tokenizer_model("no_vocab")
-    for name, value in {
-        "vocab_size": VOCABULARY,
+@dataclass(frozen=True)
+class Shape:
+    """Shapes of a known model.
+
+    Args:
+        architecture: As in llama.cpp.
+        metadata: Keys without the architecture; floats are stored as float32, integers as uint32.
+        tensors: Tensors outside of the layers.
+        layer: Returns the tensors of a layer by its number, without `blk.N.`.
+        default_layers: Layers to write, unless others are asked for.
+    """
+
+    architecture: str
+    metadata: dict[str, Any]
+    tensors: Tensors
+    layer: Callable[[int], Tensors]
+    default_layers: int
+
+
+def attention(kind: str, hidden: int, heads: int, kv_heads: int, head_dim: int, kind_of_values: str = "") -> Tensors:
+    return {
+        "attn_q.weight": (kind, (heads * head_dim, hidden)),
+        "attn_k.weight": (kind, (kv_heads * head_dim, hidden)),
+        "attn_v.weight": (kind_of_values or kind, (kv_heads * head_dim, hidden)),
+        "attn_output.weight": (kind, (hidden, heads * head_dim)),
+    }
+
+
+def vectors(*sizes: tuple[str, int]) -> Tensors:
+    return {name: ("F32", (size,)) for name, size in sizes}
+
+
+def qwen3_layer(layer: int) -> Tensors:
+    hidden, experts, inner = 2048, 128, 768
+    return {
+        **attention("Q4_K", hidden, 32, 4, 128, "Q6_K"),
+        **vectors(("attn_norm.weight", hidden), ("ffn_norm.weight", hidden)),
+        **vectors(("attn_q_norm.weight", 128), ("attn_k_norm.weight", 128)),
+        "ffn_gate_inp.weight": ("F32", (experts, hidden)),
+        "ffn_gate_exps.weight": ("Q4_K", (experts, inner, hidden)),
+        "ffn_up_exps.weight": ("Q4_K", (experts, inner, hidden)),
+        "ffn_down_exps.weight": ("Q6_K", (experts, hidden, inner)),
+    }
+
+
+def gpt_oss_layer(layer: int) -> Tensors:
+    hidden, heads, kv_heads, size, experts = 2880, 64, 8, 64, 32
+    biases = {"attn_q": heads * size, "attn_k": kv_heads * size, "attn_v": kv_heads * size, "attn_output": hidden}
+    parts = ("gate", "up", "down")
+    return {
+        **attention("Q8_0", hidden, heads, kv_heads, size),
+        **vectors(*((f"{name}.bias", count) for name, count in biases.items())),
+        **vectors(("attn_norm.weight", hidden), ("post_attention_norm.weight", hidden), ("attn_sinks.weight", heads)),
+        "ffn_gate_inp.weight": ("F32", (experts, hidden)),
+        "ffn_gate_inp.bias": ("F32", (experts,)),
+        **{f"ffn_{part}_exps.weight": ("MXFP4", (experts, hidden, hidden)) for part in parts},
+        **{f"ffn_{part}_exps.bias": ("F32", (experts, hidden)) for part in parts},
+    }
+
+
+LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)  # layers of LFM2-1.2B with attention
+
+
+def lfm2_layer(layer: int) -> Tensors:
+    hidden, inner = 2048, 8192
+    tensors = vectors(("attn_norm.weight", hidden), ("ffn_norm.weight", hidden)) | {
+        "ffn_gate.weight": ("Q4_K", (inner, hidden)),
+        "ffn_up.weight": ("Q4_K", (inner, hidden)),
+        "ffn_down.weight": ("Q6_K", (hidden, inner)),
+    }
+    if layer in LFM2_ATTENTION:
+        norms = vectors(("attn_q_norm.weight", 64), ("attn_k_norm.weight", 64))
+        return tensors | norms | attention("Q4_K", hidden, 32, 8, 64, "Q6_K")
+    return tensors | {
+        "shortconv.conv.weight": ("F32", (hidden, 3)),
+        "shortconv.in_proj.weight": ("Q4_K", (3 * hidden, hidden)),
+        "shortconv.out_proj.weight": ("Q4_K", (hidden, hidden)),
+    }
+
+
+def sizes(hidden: int, heads: int, kv_heads: int | list[int], head_dim: int, **others: Any) -> dict[str, Any]:
+    return {
         "context_length": 4096,
-        "embedding_length": HIDDEN,
-        "block_count": layers,
-        "feed_forward_length": INNER,
-        "expert_feed_forward_length": INNER,
-        "expert_count": EXPERTS,
-        "expert_used_count": CHOSEN,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-        "attention.key_length": HEAD_DIM,
-        "attention.value_length": HEAD_DIM,
-    }.items():
-        writer.add_uint32(f"{ARCHITECTURE}.{name}", value)
-    writer.add_float32(f"{ARCHITECTURE}.rope.freq_base", 1e6)
-    writer.add_float32(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon", 1e-6)
+        "embedding_length": hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        **others,
+    }
 
-    def add(name: str, kind: str, shape: tuple[int, ...]) -> None:
-        number = GGMLQuantizationType[kind]
-        if kind == "F32":
-            data = numbers.standard_normal(shape, dtype=np.float32) / 20 + (1 if len(shape) == 1 else 0)
-            writer.add_tensor(f"{name}.weight", data)
-            return
-        values, size = gguf.GGML_QUANT_SIZES[number]
-        blocks = numbers.integers(0, 256, (*shape[:-1], shape[-1] // values, size), dtype=np.uint8)
-        for place, scale in SCALES[kind]:
-            blocks[..., place : place + 2] = np.array([scale], "<f2").view(np.uint8)
-        writer.add_tensor(f"{name}.weight", blocks.reshape(*shape[:-1], -1), raw_dtype=number)
 
-    add("token_embd", "Q4_K", (VOCABULARY, HIDDEN))
-    add("output", "Q6_K", (VOCABULARY, HIDDEN))
-    add("output_norm", "F32", (HIDDEN,))
+def tables(kinds: tuple[str, str], vocabulary: int, hidden: int) -> Tensors:
+    names = ("token_embd.weight", "output.weight")
+    return {name: (kind, (vocabulary, hidden)) for name, kind in zip(names, kinds, strict=True)}
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(
+        "qwen3moe",
+        sizes(2048, 32, 4, 128)
+        | {"feed_forward_length": 768, "expert_feed_forward_length": 768, "expert_count": 128, "expert_used_count": 8}
+        | {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6},
+        tables(("Q4_K", "Q6_K"), 151936, 2048) | vectors(("output_norm.weight", 2048)),
+        qwen3_layer,
+        4,
+    ),
+    "gpt-oss-20b": Shape(
+        "gpt-oss",
+        sizes(2880, 64, 8, 64)
+        | {"feed_forward_length": 2880, "expert_feed_forward_length": 2880, "expert_count": 32, "expert_used_count": 4}
+        | {"rope.freq_base": 150000.0, "attention.layer_norm_rms_epsilon": 1e-5, "attention.sliding_window": 128}
+        | {
+            "context_length": 131072,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+        },
+        tables(("Q8_0", "Q8_0"), 201088, 2880) | vectors(("output_norm.weight", 2880)),
+        gpt_oss_layer,
+        12,
+    ),
+    "lfm2-1.2b": Shape(
+        "lfm2",
+        sizes(2048, 32, [8 if layer in LFM2_ATTENTION else 0 for layer in range(16)], 64)
+        | {"feed_forward_length": 8192, "shortconv.l_cache": 3, "vocab_size": 65536}
+        | {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-5},
+        {"token_embd.weight": ("Q6_K", (65536, 2048)), **vectors(("token_embd_norm.weight", 2048))},
+        lfm2_layer,
+        16,
+    ),
+}
+
+
+def random_values(kind: str, shape: tuple[int, ...], numbers: np.random.Generator) -> np.ndarray:
+    """Return random weights, quantized ones as bytes `[..., out, bytes]` uint8."""
+    if kind == "F32":
+        return numbers.standard_normal(shape, dtype=np.float32) / 20 + (1 if len(shape) == 1 else 0)
+    values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = np.frombuffer(numbers.bytes(math.prod(shape) // values * size), np.uint8).copy()
+    blocks = blocks.reshape(*shape[:-1], shape[-1] // values, size)
+    for place, scale in SCALES[kind].items():
+        blocks[..., place : place + scale.itemsize] = scale.view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_model(path: Path, shape: Shape, layers: int) -> None:
+    """Write a model of random weights, of which one tensor at a time is in memory."""
+    writer, numbers = gguf.GGUFWriter(path, shape.architecture), np.random.default_rng(1)
+    writer.add_tokenizer_model("no_vocab")
+    vocabulary = {"vocab_size": shape.tensors["token_embd.weight"][1][0]}
+    for name, value in {"block_count": layers, **vocabulary, **shape.metadata}.items():
+        key, kind = f"{shape.architecture}.{name}", type(value)
+        if kind is list:
+            writer.add_array(key, value[:layers])
+        else:
+            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[kind](key, value)
+    tensors = dict(shape.tensors)
     for layer in range(layers):
-        for name, (kind, shape) in LAYER.items():
-            add(f"blk.{layer}.{name}", kind, shape)
-        add(f"blk.{layer}.ffn_gate_inp", "F32", (EXPERTS, HIDDEN))
-        for name, size in NORMS.items():
-            add(f"blk.{layer}.{name}", "F32", (size,))
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in shape.layer(layer).items()}
+    for name, (kind, own) in tensors.items():
+        number = GGMLQuantizationType[kind]
+        values, size = gguf.GGML_QUANT_SIZES[number]
+        row = own if kind == "F32" else (*own[:-1], own[-1] // values * size)
+        dtype = np.dtype(np.float32 if kind == "F32" else np.uint8)
+        writer.add_tensor_info(name, row, dtype, math.prod(row) * dtype.itemsize, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for kind, own in tensors.values():
+        writer.write_tensor_data(random_values(kind, own, numbers))
     writer.close()
 
 
@@ -129,7 +250,8 @@ def serve(settings: dict[str, Any]) -> None:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m benchmarks.mixture", threads=CORES)
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (4); each takes 0.4 GB")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b", help="model whose shapes to take")
+    parser.add_argument("--layers", type=int, help="layers of the model (4, 12 or 16 by --shape)")
     parser.add_argument("--repeats", type=int, default=9, help="forward passes of each size (9)")
     parser.add_argument(
         "--model",
@@ -186,12 +308,14 @@ def main() -> None:
         serve(json.loads(sys.argv[-1]))
         return
     args = arguments()
+    shape = SHAPES[args.shape]
+    layers = args.layers or shape.default_layers
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder) / f"qwen3moe-{args.layers}.gguf"
+        model = args.model or Path(folder) / f"{args.shape}-{layers}.gguf"
         if not model.exists():
             tell(f"writing {model}")
             partial = model.with_suffix(".partial")
-            write_model(partial, args.layers)
+            write_model(partial, shape, layers)
             partial.replace(model)
         tell(f"{model.stat().st_size / 1e9:.2f} GB")
         own, libraries = Path(folder), cache_folder() / "libraries"  # which are compiled once for all models

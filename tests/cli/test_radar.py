@@ -64,8 +64,9 @@ def test_speed_that_only_a_batch_reaches(blockdraft: Run) -> None:
 
 
 def test_own_configuration(blockdraft: Run, tiny_target_dir: Path) -> None:
-    result = blockdraft("radar", *CARD, "--model", tiny_target_dir, "--weights", "bf16", "--context", 64, "--json")
+    result = blockdraft("radar", *CARD, "--model", tiny_target_dir, "--weights", "bf16", "--json")
     [row] = json.loads(result.out)["rows"]
+    assert row["context"] == 256  # all that the model has
     assert row["why"]["tau_source"] == "like it"
     assert row["why"]["drafter"] is None
 

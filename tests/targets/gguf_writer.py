@@ -69,6 +69,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     shard_tensors: int = 0,
+    splits_experts: bool = False,
 ) -> None:
     """Write a model.
 
@@ -78,6 +79,7 @@ def write_gguf(
         metadata: More values, by keys without the architecture; None leaves one out.
         extra: More tensors.
         shard_tensors: Of one part, where the file is to be split.
+        splits_experts: Whether gate and up projections of Gemma 4's experts are two tensors.
     """
     config: Any = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -119,7 +121,12 @@ def write_gguf(
             data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             data = data + 1
-        add_tensor(writer, theirs, data, kind_of(theirs, data, kinds))
+        parts = {theirs: data}
+        if splits_experts and "gate_up_exps" in theirs:
+            halves = zip(("gate", "up"), np.split(data, 2, axis=1), strict=True)
+            parts = {theirs.replace("gate_up", part): half for part, half in halves}
+        for own, part in parts.items():
+            add_tensor(writer, own, part, kind_of(own, part, kinds))
     for name, data in (extra or {}).items():
         add_tensor(writer, name, data, kind_of(name, data, kinds))
     finish(writer)

@@ -420,3 +420,21 @@ def test_matrices_packed_from_the_file_are_those_packed_by_torch(
     for name, tensor in wanted.items():
         assert tensor.dtype == actual[name].dtype and tensor.shape == actual[name].shape
         assert torch.equal(tensor.view(torch.uint8), actual[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("extremes", [(104, 143), (103, 143), (104, 144), (0, 200)])
+def test_scales_of_mxfp4_are_exact(extremes: tuple[int, int], tmp_path: Path) -> None:
+    """Powers of two beyond float16 are kept in float32."""
+    raw = random_blocks("MXFP4", (32, 2048), 3)
+    raw[:, ::17] = np.linspace(*extremes, raw[:, ::17].size).astype(np.uint8).reshape(32, -1)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("a", raw, raw_dtype=GGMLQuantizationType.MXFP4)
+    finish(writer)
+    weights = GGUFWeights(dict(open_gguf(tmp_path / "m.gguf").tensors), {})
+    library = build(torch.float32, torch.float32, 16, integers=True).library()
+    assert library is not None
+    packed = weights.packed(["a"], library)
+    assert (packed is None) == (extremes != (104, 143))
+    packed = packed or pack_weights([weights.read("a")], library)
+    actual = packed.data.weight().dequantize()  # type: ignore[union-attr]
+    assert torch.equal(actual, torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType.MXFP4)))

@@ -143,3 +143,14 @@ def test_prefixes_and_quantized_caches_of_mixtures(
                 done = [engine.submit(prompt, params, instruction_tokens=32).result(60) for _ in range(2)]
             assert [own.token_ids for own in done] == [plain.token_ids] * 2
         assert [min(own.stats.remembered, 32) for own in done] == remembered
+
+
+def test_experts_of_gemma4_with_two_matrices(tmp_path: Path) -> None:
+    """Files of some converters hold gate and up projections apart. The model is the same."""
+    _, _, differences, metadata = FILES["gemma4-experts"]
+    model, tokens, outputs = model_of("gemma4_text-experts", **WIDE | differences), torch.arange(1, 9)[None], []
+    for name in ("fused", "split"):
+        values = MODELS["gemma4_text-experts"][1] | metadata
+        write_gguf(tmp_path / f"{name}.gguf", model, "Q8_0", metadata=values, splits_experts=name == "split")
+        outputs.append(scores(load_target(tmp_path / f"{name}.gguf", device="cpu", compile="on"), tokens))
+    assert torch.equal(*outputs)

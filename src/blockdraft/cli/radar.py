@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WIDTH = 140  # characters of a table in a file or pipe
 USUAL = ("bf16", "Q8_0", "Q4_K_M")  # weights to try unless some are named
+CONTEXT = 4096  # tokens, unless a context is given
 DETAILED = 6  # rows up to which named models are shown in detail
 Names = tuple[str, ...]
 
@@ -50,7 +51,9 @@ class RadarSettings:
         description="Weights, such as bf16, fp8, int8, int4 or Q4_K_M; repeat the option for more. By default those of "
         "a GGUF file, or bf16, Q8_0 and Q4_K_M, of which the list shows the finest that fit.",
     )
-    context: int = Field(4096, description="Sequence length in tokens.")
+    context: int | None = Field(
+        None, description="Sequence length in tokens. By default 4096, or a named model's context if that is shorter."
+    )
     batch: int = Field(1, description="Number of sequences decoded together.")
     task: Annotated[str, Flag(metavar="NAME")] = Field("mean", description="Task: math, code, chat, mean, or a set.")
     ram: Annotated[float | None, Flag(metavar="GB")] = Field(
@@ -122,12 +125,15 @@ def _rows(shape: Shape, machine: Machine, options: RadarSettings) -> Iterator[Pr
     from blockdraft.radar.calibrated import calibrated
     from blockdraft.radar.project import project
 
-    if not options.model and shape.context and options.context > shape.context:
-        return
+    context = CONTEXT if options.context is None else options.context
+    if shape.context and context > shape.context:
+        if not options.model:
+            return
+        context = shape.context if options.context is None else context
     for kind in options.weights or (["file"] if shape.stored_bytes else USUAL):
         known = calibrated(shape, kind) if machine.measured else None
         costs, drafter = known or (None, None)
-        yield project(shape, machine, kind, options.context, options.batch, options.task, drafter=drafter, costs=costs)
+        yield project(shape, machine, kind, context, options.batch, options.task, drafter=drafter, costs=costs)
 
 
 def fastest(row: Projection) -> float:

@@ -62,6 +62,7 @@ class Experts:
     biased: bool = False  # router and experts have biases
     # The shared expert has no gate. Shared expert, router and experts have norms of their own, in `mixed` decoders.
     beside: bool = False
+    fused: bool = False  # one matrix of each expert holds gate and up projection
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ class DecoderConfig:
             fused["router"] = ((f"{prefix}{'router.proj' if beside else 'mlp.gate'}", experts.count),)
         inner, place = self.inner_size(layer), prefix if beside else f"{prefix}mlp."
         mlps = [f"{place}experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
-        one_name = self.fused_names or beside
+        one_name = self.fused_names if experts is None else experts.fused
         parts = {"gate_up_proj": 2 * inner} if one_name else {"gate_proj": inner, "up_proj": inner}
         fused["gate_up"] = tuple((f"{mlp}.{name}", size) for mlp in mlps for name, size in parts.items())
         fused["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)

@@ -314,6 +314,7 @@ def _gemma4(config: AnyConfig) -> dict[str, Any]:
             normed=True,
             shared_size=config.intermediate_size,
             beside=True,
+            fused=True,
         )
     last: Any = config.per_layer_config[config.num_hidden_layers - 1]
     return {

@@ -232,10 +232,7 @@ def test_a_target_of_the_catalogue_has_its_own_drafter(
     own = bundled_drafter(known("smollm2"))
     assert inspect("bundled", "smollm2").path == str(own)
     assert inspect("smollm2").starts["blockdraft"].line == f"blockdraft chat --target {place}"
-    assert (
-        inspect(tiny_target_dir).starts["blockdraft"].line
-        == f"blockdraft chat --target {tiny_target_dir} --drafter none"
-    )
+    assert inspect(tiny_target_dir).starts["blockdraft"].line == f"blockdraft chat --target {tiny_target_dir}"
     assert inspect("bundled").path == inspect("bundled", "bundled").path == str(TINY_DRAFTER)
 
 

@@ -25,6 +25,7 @@ from blockdraft.nn.quantization import (
 )
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
+USUAL_BYTE = 120  # as an exponent of MXFP4 it is a float16
 PIECE = 1 << 22  # values of grid types that are expanded at once
 
 # Each function takes the bytes of a tensor, `[matrix rows, blocks, bytes of a block]` uint8.
@@ -234,7 +235,7 @@ def empty_interleaved(kinds: Sequence[str], outputs: int, inputs: int, lanes: in
     parts = list[QuantizedWeight]()
     for kind in kinds:  # one block of each, all of as many values
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-        block = READERS[kind](torch.zeros(1, 1, size, dtype=torch.uint8))
+        block = READERS[kind](torch.full((1, 1, size), USUAL_BYTE, dtype=torch.uint8))
         assert isinstance(block, QuantizedWeight), kind
         parts.append(block)
     block_of_each = InterleavedWeight.of(concatenate_weights(parts), lanes)
@@ -242,12 +243,11 @@ def empty_interleaved(kinds: Sequence[str], outputs: int, inputs: int, lanes: in
         name: tensor.new_empty(outputs // lanes, tensor.size(1) * inputs // values, *tensor.shape[2:])
         for name, tensor in block_of_each.tensors().items()
     }
-    return InterleavedWeight.of_tensors(tensors, block_of_each.bits, outputs)
+    return InterleavedWeight.of_tensors(tensors, block_of_each.bits, outputs, block_of_each.floating)
 
 
 @cache
 def bytes_held(kind: str) -> float:
     """Return the bytes of memory per value of a quantized matrix once it is read."""
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    usual = torch.full((1, 1, size), 120, dtype=torch.uint8)  # as exponents they are no extremes
-    return READERS[kind](usual).nbytes / values
+    return READERS[kind](torch.full((1, 1, size), USUAL_BYTE, dtype=torch.uint8)).nbytes / values

@@ -395,7 +395,8 @@ class Library:
         """Write a matrix of a GGUF file to `weight`, whose outputs fill its blocks.
 
         Args:
-            kind: GGUF's number of its type: Q4_0, Q4_1, Q8_0, Q4_K, Q5_K or Q6_K.
+            kind: GGUF's number of its type: Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, or MXFP4 with
+                exponents from 104 to 143.
             raw: Bytes of each row, `[rows, bytes]` uint8.
             order: Row of each output, int64; None is their own order.
             wide: 0, or groups per block of Q4_K, Q5_K and Q6_K when written alike: 16 with Q6_K, else 8.

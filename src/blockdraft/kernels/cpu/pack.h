@@ -1,7 +1,7 @@
 /* Packing of matrices of GGUF files for integer products, without a copy in between. The layouts of blocks are those of
    ggml-common.h, and the numbers of types those of GGUF. */
 
-enum { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+enum { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, MXFP4 = 39 };
 
 /* Arguments of `pack_rows`, as of `pack_blocks`. */
 typedef struct {
@@ -46,10 +46,11 @@ static void factors_of_k(const uint8_t *b, uint8_t *scale, uint8_t *offset, i64 
 
 /* Return inputs and bytes of a block of a type, or 0. */
 static i64 block_inputs(i64 type) {
-    return type == Q4_0 || type == Q4_1 || type == Q8_0 ? 32 : type == Q4_K || type == Q5_K || type == Q6_K ? 256 : 0;
+    if (type == Q4_K || type == Q5_K || type == Q6_K) return 256;
+    return type == Q4_0 || type == Q4_1 || type == Q8_0 || type == MXFP4 ? 32 : 0;
 }
 static i64 block_bytes(i64 type) {
-    return type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q8_0 ? 34 : type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
+    return type == MXFP4 ? 17 : type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q8_0 ? 34 : type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
 }
 
 /* Write 256 codes of 6 bits, of which each word holds 4. */
@@ -76,6 +77,10 @@ static void pack_block(i64 type, i64 wide, const uint8_t *b, uint32_t *codes, ui
         if (type == Q4_1) half_offsets[0] = half_at(b + 2);
         b += type == Q4_1 ? 4 : 2;
         for (i64 w = 0; w < 4; w++) codes[w * LANES] = codes_of_8(b + w % 2 * 8, w >= 2);
+        return;
+    case MXFP4: /* 2^(exponent - 128), which must be a float16 */
+        halves[0] = (uint16_t)(b[0] < 114 ? 1 << (b[0] - 104) : (b[0] - 113) << 10);
+        for (i64 w = 0; w < 4; w++) codes[w * LANES] = codes_of_8(b + 1 + w % 2 * 8, w >= 2);
         return;
     case Q8_0:
         halves[0] = half_at(b);

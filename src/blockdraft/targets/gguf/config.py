@@ -293,7 +293,9 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     """Return the fields of mixtures of experts. In LFM2 the first layers have none, in others all have."""
     count, chosen, sigmoid = get("expert_count"), get("expert_used_count"), name == "lfm2moe"
     dense = get("leading_dense_block_count", 0) if sigmoid else 0
-    first = f"blk.{dense}.ffn_{'gate_up' if name == 'gemma4' else 'gate'}_exps.weight"
+    first, fused = (f"blk.{dense}.ffn_{part}_exps.weight" for part in ("gate", "gate_up"))
+    if name == "gemma4" and fused in file.tensors:
+        first = fused
     if first not in file.tensors:
         raise NotCovered(f"it lacks {first}")
     shape = file.tensors[first].shape

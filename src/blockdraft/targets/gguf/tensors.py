@@ -11,7 +11,7 @@ from functools import partial
 
 import gguf
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from blockdraft.errors import UsageError
@@ -28,7 +28,9 @@ from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_position
 
 KEYS = ("attn_k", "attn_v", "attn_k_norm")  # parts that a layer with keys of another may hold, unused
 SIMILAR_KINDS = {"Q4_K", "Q5_K", "Q6_K"}  # types that the library also packs for one product
-PACKED_KINDS = SIMILAR_KINDS | {"Q4_0", "Q4_1", "Q8_0"}  # types that the library packs
+PACKED_KINDS = SIMILAR_KINDS | {"MXFP4", "Q4_0", "Q4_1", "Q8_0"}  # types that the library packs
+HALF_EXPONENTS = (104, 143)  # of scales in MXFP4 that are exact in float16
+GATE_UP = "blk.0.ffn_gate_up_exps.weight"  # Gemma 4's, where the file does not hold two matrices
 LOGARITHM = ".linear_attn.A_log"
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures that rotate neighbouring channels together
 # Parts of our names, and what the converter has for them.
@@ -42,6 +44,8 @@ SHOWN = (
 )
 SAMPLED_AT_ONCE = 128  # tensors
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in our names; files hold all experts of a layer as one tensor
+# Gemma 4's gate and up projections of experts where a file holds them apart, which the converter does not know.
+SPLIT, SPLIT_NAME = re.compile(r"model\.layers\.(\d+)\.experts\.(gate|up)_proj\."), r"blk.\1.ffn_\2_exps."
 # For users who have only the file.
 REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
 
@@ -89,6 +93,8 @@ class GGUFWeights:
             return None
         if any(part.shape[0] % lanes or part.shape[1] != inputs for part in parts) or self.expanded & {*names}:
             return None
+        if kinds == {"MXFP4"} and not all(map(_has_half_scales, parts)):
+            return None
         begin, outputs = 0, sum(part.shape[0] for part in parts)
         wide = 0 if len(kinds) == 1 else 16 if "Q6_K" in kinds else 8
         whole = empty_interleaved(sorted(kinds), outputs, inputs, lanes)
@@ -124,6 +130,13 @@ class GGUFWeights:
             return positions
         order, inputs = paired(shape[0], self.interleaved[name]), math.prod(shape[1:])
         return order[positions // inputs] * inputs + positions % inputs
+
+
+def _has_half_scales(tensor: GGUFTensor) -> bool:
+    """Return whether the scales of a matrix in MXFP4, powers of two, are exact in float16."""
+    with tensor.mapped() as raw:
+        exponents = raw.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType.MXFP4][1])[:, 0]
+        return bool(HALF_EXPONENTS[0] <= exponents.min() and exponents.max() <= HALF_EXPONENTS[1])
 
 
 def _logarithm(weight: Tensor) -> Tensor:
@@ -219,7 +232,7 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
             shown = shown.replace(ours, theirs)
         spellings = (shown, shown.removeprefix("model."))
         candidates = (known.get_name(spelling, (".weight", ".bias", ".scale")) for spelling in spellings)
-        names[name] = next((theirs for theirs in candidates if theirs is not None), name)
+        names[name] = next((theirs for theirs in candidates if theirs is not None), SPLIT.sub(SPLIT_NAME, shown))
     return names
 
 
@@ -267,13 +280,16 @@ def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
         if factors.shape != (config.rotated // 2,):
             raise NotCovered(f"{ROPE_FACTORS} has the shape {list(factors.shape)} instead of [{config.rotated // 2}]")
         layers = tuple(replace(kind, rope=_slowed(kind.rope, factors)) for kind in layers)
-    net = config.delta_net
+    net, experts = config.delta_net, config.experts
+    if experts is not None:
+        experts = replace(experts, fused=GATE_UP in file.tensors)
     biased = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     return replace(
         config,
         layers=layers,
         norm_plus_one=False,
         delta_net=None if net is None else replace(net, tiled=True),
+        experts=experts,
         qkv_bias=biased["attn_q"],
         output_bias=biased["attn_output"],
         mlp_bias=biased["ffn_up"],

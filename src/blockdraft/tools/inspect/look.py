@@ -149,15 +149,18 @@ def _target(path: str | Path, described: Description, given: Description | None)
         about["tokenizer_reason"] = described.text.tokenizer_reason
     if described.wanted is not None:
         wanted = described.wanted
-        values = 2 * wanted.attention_layers * wanted.num_kv_heads * wanted.head_dim
+        values = sum(2 * heads * size * len(layers) for (heads, size), layers in wanted.memories.items())
+        inputs = 4 * wanted.convolved_layers * wanted.hidden_size  # of short convolutions, in float32
         about |= {
             "parameters": sum(math.prod(shape) for shape in wanted.tensor_shapes().values()),
-            "key_value_bytes_per_token": {"float32": 4 * values, "bfloat16": 2 * values},
+            "key_value_bytes_per_token": {"float32": 4 * values + inputs, "bfloat16": 2 * values + inputs},
         }
+        if wanted.experts is not None:
+            about["experts"] = {"per_layer": wanted.experts.count, "per_token": wanted.experts.chosen}
     in_file = is_gguf(path) and has_head(open_gguf(path))
     about["mtp_head"] = in_file or any(getattr(config, key, 0) for key in MTP_LAYERS)
-    plain = [] if bundled_for(path) else ["--drafter", "none"]
-    ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, *plain]))}
+    drafter = ["--drafter", "mtp"] if in_file and not bundled_for(path) else []
+    ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, *drafter]))}
     if is_gguf(path):
         llama_cpp = Start(shlex.join(["llama-server", "-m", name]))
         return Report(name, "target", "gguf", about, starts={**ours, "llama.cpp": llama_cpp})
