@@ -1,7 +1,7 @@
 """Converts a pair for OpenVINO GenAI and decodes with it; runs in the environment of `make test-openvino`.
 
     python openvino_pair.py '{"target": DIR, "drafter": DIR, "folder": DIR, "prompts": [ids], "tokens": 64,
-                              "draft tokens": 15, "ends": [ids]}'
+                              "draft_tokens": 15, "ends": [ids]}'
 
 The last line printed is JSON: for each prompt the tokens and the number of accepted draft tokens.
 """

@@ -42,10 +42,10 @@ else:
 layers = [qwen3_dflash._resolve_layer_attention(config, i) for i in range(config.num_hidden_layers)]
 print(json.dumps({
     "layers": layers,
-    "target layers": config.dflash_config["target_layer_ids"],
+    "target_layers": config.dflash_config["target_layer_ids"],
     "mask": config.dflash_config["mask_token_id"],
     "rope": config.rope_parameters["rope_theta"],
-    "draft tokens": said.get("num_speculative_tokens"),
+    "draft_tokens": said.get("num_speculative_tokens"),
 }))
 """
 
