@@ -23,6 +23,7 @@ from blockdraft.data.writer import DataWriter
 
 FILES = {"thealgorithms_python": 500, "leetcode_python": 250, "code_files": 450}  # of each set
 CHARACTERS, TOKENS = 300, 640  # at least, at most
+AROUND, HOLE = 1200, (20, 400)  # characters on either side of a place in a file, and of a hole
 
 
 def responses(data: Path, pick: random.Random) -> Iterator[tuple[str, str, str]]:
@@ -40,6 +41,15 @@ def responses(data: Path, pick: random.Random) -> Iterator[tuple[str, str, str]]
         yield f"Show me `{line['path']}` of a {line['language']} project.", line["language"], line["text"]
 
 
+def with_hole(code: str, pick: random.Random) -> str:
+    """Return some code as fill-in-the-middle, with the text of its hole."""
+    place = pick.randrange(max(len(code) - HOLE[1], 1))
+    code = code[max(0, place - AROUND) : place + AROUND]
+    begin = pick.randrange(len(code) // 3, len(code) // 2 + 1)
+    end = min(len(code), begin + pick.randrange(*HOLE))
+    return f"<|fim_prefix|>{code[:begin]}<|fim_suffix|>{code[end:]}<|fim_middle|>{code[begin:end]}<|endoftext|>"
+
+
 def title(path: str) -> str:
     return re.sub(r"[-_/]", " ", re.sub(r"\.\w+$", "", path))
 
@@ -50,7 +60,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the public sets")
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON-lines files not to be trained on")
     parser.add_argument("--out", type=Path, default=Path("build/code-files/data"))
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--holes", type=float, default=0.0, help="share of files written as fill-in-the-middle")
+    parser.add_argument("--seed", type=int, default=7, help="of the choice of files")
     args = parser.parse_args()
 
     target, measured, pick = load_target(args.target), measured_grams(args.measured), random.Random(args.seed)
@@ -60,8 +71,11 @@ def main() -> None:
         code = text.strip()
         if len(code) < CHARACTERS or grams(code) & measured:
             continue
-        prompt = chats.first_turn({}, request)
-        response = chats.encode(f"```{language}\n{code}\n```<|im_end|>")[:TOKENS]
+        if pick.random() < args.holes:
+            prompt, text = [], with_hole(code, pick)
+        else:
+            prompt, text = chats.first_turn({}, request), f"```{language}\n{code}\n```<|im_end|>"
+        response = chats.encode(text)[:TOKENS]
         supervised = [False] * len(prompt) + [True] * len(response)
         documents.append(Document(torch.tensor(prompt + response), torch.tensor(supervised)))
     pick.shuffle(documents)

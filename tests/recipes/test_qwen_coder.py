@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -257,6 +258,14 @@ def test_holes_are_parts_of_long_files(recipe: Any, target: Target, tmp_path: Pa
         prefix, suffix = text.split("<|fim_suffix|>")
         before, behind = (int(word) for word in (prefix.split()[-1], suffix.split()[0].removeprefix("x")))
         assert behind - before - 1 in (1, 3, 6)
+
+
+def test_code_with_a_hole_is_a_part_of_the_file(recipe: Any) -> None:
+    code = "".join(f"x{number} = {number}\n" for number in range(500))
+    for seed in range(50):
+        text = recipe.code_files.with_hole(code, random.Random(seed)).removesuffix("<|endoftext|>")
+        prefix, suffix, middle = re.split(r"<\|fim_(?:suffix|middle)\|>", text.removeprefix("<|fim_prefix|>"))
+        assert prefix + middle + suffix in code and prefix and len(middle) >= recipe.code_files.HOLE[0]
 
 
 def test_a_copied_prefix_is_recorded_apart(recipe: Any) -> None:
