@@ -233,7 +233,8 @@ class ClockSchedule(Schedule):
 
 def train(target: NativeTarget, data: Path, recipe: Eagle3Recipe, out: Path, seconds: float, device: str) -> None:
     """Train until the time is over."""
-    hidden_state_sources.SHARE_OF_DEVICE = SHARE_OF_DEVICE
+    if device != "cpu":
+        hidden_state_sources.SHARE_OF_DEVICE = SHARE_OF_DEVICE
     reported = 0.0
 
     def report(stage: str, done: int, total: int) -> None:

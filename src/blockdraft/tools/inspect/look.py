@@ -20,7 +20,7 @@ from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors
 from blockdraft.models import located
 from blockdraft.targets import BUNDLED, Description, describe_target, has_head
-from blockdraft.tools.inspect.drafters import gguf_report, layout_report
+from blockdraft.tools.inspect.drafters import HELD_BY_TARGETS, gguf_report, layout_report
 from blockdraft.tools.inspect.report import Report
 
 ADAPTER = "adapter_config.json"
@@ -159,7 +159,7 @@ def _target(path: str | Path, described: Description, given: Description | None)
             about["experts"] = {"per_layer": wanted.experts.count, "per_token": wanted.experts.chosen}
     in_file = is_gguf(path) and has_head(open_gguf(path))
     about["mtp_head"] = in_file or any(getattr(config, key, 0) for key in MTP_LAYERS)
-    drafter = ["--drafter", "mtp"] if in_file and not bundled_for(path) else []
+    drafter = ["--drafter", HELD_BY_TARGETS] if in_file and not bundled_for(path) else []
     ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, *drafter]))}
     if is_gguf(path):
         llama_cpp = Start(shlex.join(["llama-server", "-m", name]))
