@@ -1,4 +1,4 @@
-"""Benchmark GGUF files of mixtures and hybrids, beside llama.cpp: `python -m benchmarks.mixture --shape gpt-oss`.
+"""Benchmark GGUF files of mixtures and hybrids, beside llama.cpp: `python -m benchmarks.mixture --shape gpt-oss-20b`.
 
 It writes a file with the shapes of a known model (--shape), few layers (--layers) and random weights, in types much as
 in published files. It prints seconds to load it for the first time and again, the largest resident set, tokens per

@@ -115,8 +115,8 @@ class Responses:
             return None
         self._openings.add(beginning(text))
         task = {name: prompt.get(name) for name in ("system", "tools")}
-        kept = {name: prompt[name] for name in ("id", "temperature", "tokens")}
-        return kept | {"ids": self._chats.first_turn(task, text)}
+        fields = {name: prompt[name] for name in ("id", "temperature", "tokens")}
+        return fields | {"ids": self._chats.first_turn(task, text)}
 
 
 def respond(
@@ -276,12 +276,12 @@ def main() -> None:
     file = args.target or join(args.inputs, args.out / "target.gguf")
     target = cast(NativeTarget, load_target(file, "bfloat16", args.device, backend="native", compile="off"))
     print(f"{time.monotonic() - began:.0f} s: target loaded on {target.device}", flush=True)
-    kept = args.out / "responses.npz"
-    if not kept.exists():
+    responses = args.out / "responses.npz"
+    if not responses.exists():
         with gzip.open(args.inputs / "prompts.json.gz", "rt", encoding="utf-8") as prompts:
-            write_responses(kept, respond(target, json.load(prompts), args.rows, args.respond))
+            write_responses(responses, respond(target, json.load(prompts), args.rows, args.respond))
         torch.cuda.empty_cache()
-    documents = [*read_documents(kept), *list(read_documents(args.inputs / "documents.npz"))[: args.documents]]
+    documents = [*read_documents(responses), *list(read_documents(args.inputs / "documents.npz"))[: args.documents]]
     init = with_vocabulary(args.init, args.out / "init", documents, embedding_and_head(target)[1])
     writer = DataWriter(
         args.out / "data", {"tokenizer": tokenizer_fingerprint(target.tokenizer), "written_by": {"writer": "people"}}

@@ -101,8 +101,7 @@ class BatchedResponder:
         rows: Rows of the batch.
         slots: Most tokens of a row, prompt and answer; an answer that would be longer is cut there.
         ends: Tokens that end an answer; None is the tokenizer's end token.
-        halvings: Steps of the search for the tokens that top-p keeps; 0 ignores top-p, which saves a quarter of the
-            time with a vocabulary of 150,000.
+        halvings: Steps of the search for the tokens that top-p keeps, each a pass over all logits; 0 ignores top-p.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +66,17 @@ def recipe() -> Iterator[Any]:
         sys.path.remove(str(RECIPE.parent / "smollm2"))
         for name in (*MODULES, "batched"):
             sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a script of the recipe with these arguments."""
+
+    def main(script: str, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
+        getattr(recipe, script).main()
+
+    return main
 
 
 @pytest.fixture(scope="module")
@@ -284,16 +295,18 @@ def test_a_copied_prefix_is_recorded_apart(recipe: Any) -> None:
 
 
 def test_recorded_hidden_states_are_those_of_the_documents(
-    recipe: Any, tiny_target_dir: Path, target: Target, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any,
+    run: Callable[..., None],
+    tiny_target_dir: Path,
+    target: Target,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts, recorded = tmp_path / "prompts.jsonl", tmp_path / "recorded"
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
     monkeypatch.setattr(recipe.recording, "FILE_TOKENS", 1000)
     monkeypatch.setattr(recipe.code_files, "TOKENS", 100)
-
-    def run(script: str, *arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
-        getattr(recipe, script).main()
 
     run("prompts", "--data", data, "--out", prompts, "--count", 40)
     options = ("--target", tiny_target_dir, "--prompts", prompts, "--out", tmp_path / "responses", "--tokens", 30)
@@ -323,6 +336,7 @@ def test_recorded_hidden_states_are_those_of_the_documents(
 @pytest.mark.slow
 def test_commands_stop_and_resume(
     recipe: Any,
+    run: Callable[..., None],
     tiny_target_dir: Path,
     tiny_eagle3_dir: Path,
     data: Path,
@@ -330,10 +344,6 @@ def test_commands_stop_and_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses"
-
-    def run(script: str, *arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
-        getattr(recipe, script).main()
 
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
     run("prompts", "--data", data, "--out", prompts, "--count", 40)
@@ -398,16 +408,13 @@ def test_parts_of_a_file_hold_all_but_unused_rows(recipe: Any, tmp_path: Path) -
 @pytest.mark.slow
 def test_responses_and_training_by_the_clock(
     recipe: Any,
+    run: Callable[..., None],
     tiny_target_dir: Path,
     tiny_eagle3_dir: Path,
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run(script: str, *arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
-        getattr(recipe, script).main()
-
     prompts, inputs, out = tmp_path / "prompts.jsonl", tmp_path / "inputs", tmp_path / "out"
     run("prompts", "--data", data, "--out", prompts, "--count", 100)
     options = ("--target", tiny_target_dir, "--data", data, "--prompts", prompts, "--responses", tmp_path / "none")

@@ -50,7 +50,8 @@ static i64 block_inputs(i64 type) {
     return type == Q4_0 || type == Q4_1 || type == Q8_0 || type == MXFP4 ? 32 : 0;
 }
 static i64 block_bytes(i64 type) {
-    return type == MXFP4 ? 17 : type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q8_0 ? 34 : type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
+    if (type == MXFP4) return 17;
+    return type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q8_0 ? 34 : type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
 }
 
 /* Write 256 codes of 6 bits, of which each word holds 4. */
