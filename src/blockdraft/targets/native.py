@@ -293,22 +293,16 @@ class NativeTarget(CheckpointTarget):
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        config, count = self.decoder.config, tokens.size(1)
-        like = self.decoder.norm.given[0] if self.compiled is None else self.compiled.no_slots
-        memories = [
-            cache.memory(len(layers), 2 * heads, self._slot_size(head_dim), like, kind)
-            for kind, ((heads, head_dim), layers) in enumerate(config.memories.items())
-        ]
-        memory = memories[0]
-        inputs = None  # of short convolutions
-        if config.convolved_layers:
-            inputs_like = like.new_empty(0, dtype=self._inputs_dtype)
-            inputs = cache.memory(config.convolved_layers, 1, config.hidden_size, inputs_like, len(memories))
+        memories, inputs = self._cache_memories(cache)
         with self.lock, torch.no_grad():
             if self.compiled is not None:
                 return TargetOutput(
                     *self.compiled.forward(tokens, parents, cache, memories, target_layers, logits_at, inputs)
                 )
+            if self.captured is not None and logits_at is None:
+                output = self._replay_graph(self.captured, tokens, parents, cache, memories[0], target_layers)
+                if output is not None:
+                    return output
             window = None if inputs is None else self._convolution_window(parents, cache)
             recurrent: dict[int, DeltaRecurrence] = {}
             if isinstance(cache, RecurrentCache):
@@ -319,17 +313,7 @@ class NativeTarget(CheckpointTarget):
                 run = partial(self._run_piece, memories, recurrent, inputs, windows_of_pieces, target_layers)
                 windows = self.decoder.config.windows
                 return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
-            if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
-                end = slot_bucket(max(cache.lengths) + bucket(count))
-                if end <= cache.capacity:
-                    store, is_memory = cache.view(memory, count, end)
-                    if is_memory:
-                        padded = F.pad(parents, (0, bucket(count) - count), value=-1)  # nodes without ancestors
-                        within = tree_mask(padded)
-                        outputs = self.captured.forward(
-                            tokens, depths(padded), within, cache.lengths, store, target_layers
-                        )
-                        return TargetOutput(*outputs)
+            count = tokens.size(1)
             views = [cache.view(memory, count) for memory in memories]
             positions, slots, masks = self._layout(parents, cache.lengths)
             stores = self._memories([store for store, _ in views], recurrent, inputs, window)
@@ -341,6 +325,41 @@ class NativeTarget(CheckpointTarget):
                 if not is_memory:
                     cache.put(memory, store, count)
             return output
+
+    def _cache_memories(self, cache: KVCache) -> tuple[list[Tensor], Tensor | None]:
+        """Return the cache's memory of keys and values by head size, and of the inputs of short convolutions."""
+        config = self.decoder.config
+        like = self.decoder.norm.given[0] if self.compiled is None else self.compiled.no_slots
+        memories = [
+            cache.memory(len(layers), 2 * heads, self._slot_size(head_dim), like, kind)
+            for kind, ((heads, head_dim), layers) in enumerate(config.memories.items())
+        ]
+        if not config.convolved_layers:
+            return memories, None
+        inputs_like = like.new_empty(0, dtype=self._inputs_dtype)
+        return memories, cache.memory(config.convolved_layers, 1, config.hidden_size, inputs_like, len(memories))
+
+    def _replay_graph(
+        self,
+        captured: CapturedDecoder,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: KVCache,
+        memory: Tensor,
+        target_layers: Sequence[int],
+    ) -> TargetOutput | None:
+        """Run the forward pass as a CUDA graph. Return None if graphs are too small for the nodes or KV slots."""
+        count = tokens.size(1)
+        nodes = bucket(count)
+        end = slot_bucket(max(cache.lengths) + nodes)
+        if nodes > MOST_NODES or end > cache.capacity:
+            return None
+        store, is_memory = cache.view(memory, count, end)
+        if not is_memory:
+            return None
+        padded = F.pad(parents, (0, nodes - count), value=-1)  # nodes without ancestors
+        outputs = captured.forward(tokens, depths(padded), tree_mask(padded), cache.lengths, store, target_layers)
+        return TargetOutput(*outputs)
 
     def _run_piece(
         self,
