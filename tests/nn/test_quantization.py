@@ -14,8 +14,8 @@ from blockdraft.nn.quantization import (
     check_group,
     concatenate_weights,
     quantize_inputs,
-    quantize_weight,
 )
+from blockdraft.nn.quantize_weight import quantize_weight
 
 
 def weight(bits: int, group: int = 32, offset: bool = False, outputs: int = 21, groups: int = 3) -> QuantizedWeight:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantization import DAMPING, PIECE, SHRUNK, Grid, best_grid, quantize_weight, quantize_weight_gptq
+from blockdraft.nn.quantization import PIECE
+from blockdraft.nn.quantize_weight import DAMPING, SHRUNK, Grid, best_grid, quantize_weight, quantize_weight_gptq
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from blockdraft import load_drafter, load_target
 from blockdraft.kernels.cpu.compiled_network import pack_together
-from blockdraft.nn.quantization import quantize_weight
+from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import Target
 from blockdraft.training.quantized_weights import quantized_layers, quantized_weights
 from blockdraft.training.variant import find_variant, variant_names

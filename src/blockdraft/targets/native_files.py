@@ -23,7 +23,8 @@ from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Read
 from blockdraft.nn.packed import Kernels, PackedWeight, join_packed, pack_weights
-from blockdraft.nn.quantization import QUICK, QuantizedWeight, best_group, quantize_weight
+from blockdraft.nn.quantization import QuantizedWeight, best_group
+from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import decoder_config, text_part

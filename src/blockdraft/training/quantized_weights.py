@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantization import LEAST_GROUP, QUICK, best_group, quantize_weight
+from blockdraft.nn.quantization import LEAST_GROUP, best_group
+from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 
 
 def quantized_layers(network: nn.Module, is_quantized: Callable[[str], bool], bits: int) -> list[nn.Linear]:

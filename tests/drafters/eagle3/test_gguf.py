@@ -17,7 +17,8 @@ from blockdraft.formats.gguf import open_gguf, write_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, drafter_metadata, write_drafter
 from blockdraft.formats.stored import stored
 from blockdraft.formats.trained import UNKNOWN, Trained
-from blockdraft.nn.quantization import QUICK, best_group, quantize_weight
+from blockdraft.nn.quantization import best_group
+from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 
 KEPT = torch.tensor([0, 3, 4, 9, 62])
 CONFIG = Eagle3Config(

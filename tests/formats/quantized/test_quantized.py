@@ -15,7 +15,8 @@ from torch import Tensor
 from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.formats.stored import FEW_BITS, Stored
-from blockdraft.nn.quantization import QuantizedWeight, quantize_weight
+from blockdraft.nn.quantization import QuantizedWeight
+from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import load_target
 
 OUT, IN, GROUP = 16, 64, 32

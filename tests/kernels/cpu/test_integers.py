@@ -16,7 +16,8 @@ from blockdraft.kernels.cpu.library import FACTORS, FLOAT4, INTEGERS, Library
 from blockdraft.kernels.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
 from blockdraft.machine import processor_flags
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantization import InterleavedWeight, NestedFactors, QuantizedWeight, quantize_weight, spans
+from blockdraft.nn.quantization import InterleavedWeight, NestedFactors, QuantizedWeight, spans
+from blockdraft.nn.quantize_weight import quantize_weight
 
 # gcc's names of processors: what their kernels use, and what the one that runs them must have.
 PROCESSORS = {

@@ -22,7 +22,8 @@ from blockdraft.kernels.cpu.library import Library
 from blockdraft.kernels.cpu.weight_cache import CachedWeights, Origin, cached_weights
 from blockdraft.machine import set_weights_limit, weights_limit
 from blockdraft.nn.packed import PackedLinear, PackedWeight, pack_weights
-from blockdraft.nn.quantization import QuantizedWeight, quantize_weight
+from blockdraft.nn.quantization import QuantizedWeight
+from blockdraft.nn.quantize_weight import quantize_weight
 
 PRODUCTS = [["table"], ["query", "key"], ["few"], ["shifted"]]
 BIASED = torch.arange(35.0)

@@ -17,7 +17,8 @@ from torch import Tensor
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
 from blockdraft.formats import model_folder
-from blockdraft.nn.quantization import QuantizedWeight, quantize_weight
+from blockdraft.nn.quantization import QuantizedWeight
+from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.quantize import run
 from blockdraft.tools.quantize.run import quantize

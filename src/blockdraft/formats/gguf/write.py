@@ -17,7 +17,8 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.formats.stored import Stored
-from blockdraft.nn.quantization import QUICK, QuantizedWeight, best_group, quantize_weight
+from blockdraft.nn.quantization import QuantizedWeight, best_group
+from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 from blockdraft.types import GGUFWeights
 
 FILE_TYPES = {

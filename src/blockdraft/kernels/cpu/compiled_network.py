@@ -24,7 +24,8 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, pack_weights
-from blockdraft.nn.quantization import LEAST_GROUP, PIECE, QUICK, QuantizedWeight, best_group, quantize_weight
+from blockdraft.nn.quantization import LEAST_GROUP, PIECE, QuantizedWeight, best_group
+from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 
 
 class NotCompiled(Exception):

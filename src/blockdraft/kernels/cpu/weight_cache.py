@@ -34,6 +34,7 @@ LAYOUT = 4  # version of these files; raise it when code outside of `MAKERS` cha
 MAKERS = (
     "nn/packed.py",
     "nn/quantization.py",
+    "nn/quantize_weight.py",
     "formats/gguf/blocks.py",
     "formats/gguf/files.py",
     "formats/gguf/rope.py",

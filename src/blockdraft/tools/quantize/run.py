@@ -19,7 +19,8 @@ from blockdraft.nn.decoder import rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, Norm
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantization import QuantizedWeight, best_group, check_group, quantize_weight, quantize_weight_gptq
+from blockdraft.nn.quantization import QuantizedWeight, best_group, check_group
+from blockdraft.nn.quantize_weight import quantize_weight, quantize_weight_gptq
 from blockdraft.targets import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.tools.quantize.text import Text
