@@ -410,10 +410,8 @@ class Runner:
         if longest == 0:
             return
         if all(not path or path[-1] == len(path) - 1 for path in paths):  # the first nodes, as in every chain
-            tokens, hidden_states = (
-                tokens[:, :longest],
-                hidden_states if hidden_states is None else hidden_states[:, :longest],
-            )
+            tokens = tokens[:, :longest]
+            hidden_states = None if hidden_states is None else hidden_states[:, :longest]
         else:
             index = self._tensor([[*path, *[0] * (longest - len(path))] for path in paths])
             tokens = tokens.gather(1, index)
@@ -429,7 +427,7 @@ class Runner:
                 self._observe(
                     [sequence],
                     tokens=tokens[i : i + 1],
-                    hidden_states=hidden_states if hidden_states is None else hidden_states[i : i + 1],
+                    hidden_states=None if hidden_states is None else hidden_states[i : i + 1],
                     paths=[range(lengths[i])],
                 )
 
