@@ -77,7 +77,7 @@ def test_its_drafter_is_the_bundled_one(pulled: Path, its_drafter: Path) -> None
 def test_it_drafts_with_lookup_where_the_catalogue_says_so(
     its_drafter: Path, tiny_target_dir: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That of Qwen2.5-Coder-1.5B does, and the name "bundled" is the drafter alone; the 0.5B has none."""
+    """That of Qwen2.5-Coder-1.5B does, and the name "bundled" is the drafter alone; here the 0.5B has none."""
     for size in ("0.5b", "1.5b"):
         shutil.copytree(tiny_target_dir, models_folder() / f"qwen2.5-coder-{size}")
     own = Path(shutil.copytree(its_drafter, its_drafter.parents[1] / "qwen2.5-coder-1.5b/drafter"))
