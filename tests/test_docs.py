@@ -73,6 +73,13 @@ NOT_RUN = {
     "blockdraft train eagle3 $RECIPE/drafter.toml --target $TARGET --data build/recorded/data      "
     "--hidden-states build/recorded/hidden-states --init build/drafter-7 --alone 0 --batch 2 --epochs 1      "
     "--schedule linear --learning-rate 5e-4 --muon-learning-rate 0.012 --qat-bits 4 --out build/drafter": PULLED,
+    "blockdraft hidden-states --data build/half/data --target $HALF --target-layers 6,14,22,24 --out "
+    "build/half/hidden-states": PULLED,
+    "blockdraft train eagle3 $RECIPE/drafter.toml --target $HALF --data build/half/data      --hidden-states "
+    "build/half/hidden-states --target-layers 6,14,22 --batch 2 --epochs 1 --out build/half-1": PULLED,
+    "blockdraft train eagle3 $RECIPE/drafter.toml --target $HALF --data build/half/data      --hidden-states "
+    "build/half/hidden-states --init build/half-1 --alone 0 --batch 2 --steps 110 --schedule linear      "
+    "--learning-rate 7e-4 --muon-learning-rate 0.015 --qat-bits 4 --seed 1 --out build/half-2": PULLED,
     "blockdraft export build/drafter --target $TARGET --format gguf --type q4_0 --no-tokenizer "
     "--out build/bundle": PULLED,
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
