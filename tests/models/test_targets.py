@@ -121,11 +121,11 @@ def test_its_file_is_known_at_another_place(tmp_path: Path) -> None:
     assert model_of(place) is None
 
 
-def test_a_drafter_of_another_size_is_refused() -> None:
-    """The tiny target stands in for Qwen2.5-Coder-0.5B, whose hidden size is not that of the 1.5B either."""
-    drafter = bundled_drafter(known("qwen2.5-coder-1.5b"))
-    with pytest.raises(UsageError, match="hidden_size must be the target's, 224, got 1536; use a drafter made for it"):
-        load_drafter(drafter, target=load_target("bundled"))
+@pytest.mark.parametrize("name, hidden_size", [("qwen2.5-coder-0.5b", 896), ("qwen2.5-coder-1.5b", 1536)])
+def test_a_drafter_of_another_size_is_refused(name: str, hidden_size: int) -> None:
+    message = f"hidden_size must be the target's, 224, got {hidden_size}; use a drafter made for it"
+    with pytest.raises(UsageError, match=message):
+        load_drafter(bundled_drafter(known(name)), target=load_target("bundled"))
 
 
 def test_the_default_pair(pulled: Path, its_drafter: Path, tiny_drafter_dir: Path) -> None:
