@@ -260,6 +260,14 @@ def test_grown_draft_tokens_are_cut_to_those_that_pay() -> None:
     assert cut.expected == pytest.approx([sum(row[:count]) for row in worth])
 
 
+@pytest.mark.parametrize(("calibration", "count"), [(0.5, 1), (1.0, 2), (2.0, 3)])
+def test_calibration_decides_how_many_nodes_of_a_grown_tree_pay(calibration: float, count: int) -> None:
+    log_probs, parents = torch.tensor([[0.6, 0.3, 0.1]]).log(), torch.tensor([[-1, -1, -1]])
+    seconds = [1.0, 1.1, 1.25, 1.32]
+    found = best_of(ANCHOR, log_probs, parents, torch.tensor([[1, 2, 3]]), 3, seconds, calibration)
+    assert found.tokens.tolist() == [[7, 1, 2, 3][: 1 + count]]
+
+
 def test_best_count_is_the_best_of_all_counts_whatever_the_times() -> None:
     generator = random.Random(0)
     chosen = set()

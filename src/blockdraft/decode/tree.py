@@ -109,6 +109,8 @@ def best_of(
         budget, step_seconds, calibration: As for `best_first`.
     """
     best, order = log_probs_BG.where(~log_probs_BG.isnan(), -inf).sort(dim=-1, descending=True, stable=True)
+    if step_seconds is not None:  # so that no more nodes are built than are kept
+        budget = best_count(best[:, :budget].exp().tolist(), step_seconds, calibration)
     rows = []
     for log_probs, draft_tokens, parents in zip(
         best[:, :budget].tolist(), order[:, :budget].tolist(), parents_BG.tolist(), strict=True

@@ -233,13 +233,66 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
 
     nodes = drafter._run.nodes
     monkeypatch.setattr(drafter._run, "nodes", Counted)
-    for stop in (lambda levels, budget: False, eagle3._enough):
-        monkeypatch.setattr(eagle3, "_enough", stop)
+    for number in (lambda levels, following, plan, width: width, eagle3._num_continued):
+        monkeypatch.setattr(eagle3, "_num_continued", number)
         passes.clear()
         actual.append((drafter.propose(state, torch.tensor([40]), plan), len(passes)))
     (whole, all_passes), (cut, fewer) = actual
     assert torch.equal(whole.tokens, cut.tokens) and torch.equal(whole.parents, cut.parents)
     assert all_passes == 5 and fewer < 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds", "following", "expected"),
+    [
+        (9, None, [0.5, 0.5, 0.5], 3),  # there is still room for all children
+        (3, None, [0.5, 0.5, 0.5], 2),  # 0.4 and 0.2 are in the tree, beside 0.6
+        (2, None, [0.5, 0.5, 0.5], 1),
+        (1, None, [0.5, 0.5, 0.5], 0),
+        (9, [1 + 0.13 * n for n in range(10)], [0.3, 0.0, 0.0], 1),  # from 0.3 on, a token pays
+        (9, [1 + 0.08 * n for n in range(10)], [0.3, 0.0, 0.0], 2),
+        (9, [1 + 0.13 * n for n in range(10)], [0.19, 0.19, 0.19], 0),  # no better than 0.2, which does not pay
+        (9, [1 + 0.7 * n for n in range(10)], [0.3, 0.3, 0.3], 0),
+    ],
+)
+def test_a_tree_grows_from_nodes_whose_children_may_be_proposed(
+    budget: int, seconds: list[float] | None, following: list[float], expected: int
+) -> None:
+    levels = [torch.tensor([[0.6, 0.1]]).log(), torch.tensor([[0.4, 0.2, 0.05]]).log()]
+    plan = TreePlan(6, [SamplingParams()], budget, step_seconds=seconds)
+    assert eagle3._num_continued(levels, torch.tensor([following]).log(), plan, 3) == expected
+    doubled = [level.expand(2, -1).clone() for level in levels]
+    doubled[1][0] = -torch.inf  # another sequence without candidates
+    both = TreePlan(6, [SamplingParams()] * 2, budget)
+    if seconds is None and budget < 5:
+        assert eagle3._num_continued(doubled, torch.zeros(2, 3), both, 3) == expected
+
+
+def test_costs_that_cut_a_tree_save_passes(drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is that of the most probable nodes, and grows from few of them."""
+    state = drafter.new_state(1, 60)
+    observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
+    widths, nodes = list[int](), drafter._run.nodes
+
+    class Recorded:
+        room = 100
+
+        def __init__(self, *given: Any) -> None:
+            self.inner = nodes(*given)
+
+        def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+            widths.append(tokens.size(1))
+            return self.inner(tokens, parents)
+
+    monkeypatch.setattr(drafter._run, "nodes", Recorded)
+    sizes, passes = list[int](), list[list[int]]()
+    for each in (0.0, 0.02):
+        widths.clear()
+        plan = TreePlan(6, [SamplingParams()], 12, step_seconds=[1 + each * n for n in range(13)])
+        proposal = drafter.propose(state, torch.tensor([40]), plan)
+        sizes.append(proposal.tokens.size(1) - 1)
+        passes.append(widths[:])
+    assert sizes[0] == 12 > sizes[1] and passes[0] > passes[1] == [1]
 
 
 def test_a_window_hides_what_is_older(drafter: Eagle3Drafter, target: Target) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
-from blockdraft.decode.tree import best_of, next_pays
+from blockdraft.decode.tree import best_count, best_of, next_pays
 from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, filled_network, read_fitting
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
@@ -134,22 +134,45 @@ class Eagle3Drafter(RunnerDrafter):
             children = (likely.unsqueeze(2) + best.values).flatten(1)
             parents = places.repeat_interleave(width, dim=1)
             levels.append((children, parents, self._kept[best.indices].flatten(1)))
-            last = depth == plan.block_size - 2 or nodes.room < width
-            if last or _enough([level[0] for level in levels], plan.tree_budget):
+            if depth == plan.block_size - 2 or nodes.room < width:
                 break
-            likely, chosen = children.topk(width, dim=1)
+            count = _num_continued([level[0] for level in levels], children + best.values.flatten(1), plan, width)
+            if not count:
+                break
+            likely, chosen = children.topk(count, dim=1)
             above = chosen // width
             tokens, places = levels[-1][2].gather(1, chosen), chosen + sum(level[0].size(1) for level in levels[:-1])
         likely, places, tokens = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
         return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.step_seconds, plan.calibration)
 
 
-def _enough(levels: Sequence[Tensor], budget: int) -> bool:
-    """Return whether no node behind the last level can be among the `budget` most probable nodes of any sequence."""
-    so_far = torch.cat([*levels], dim=1)
-    if so_far.size(1) < budget:
-        return False
-    return bool((levels[-1].amax(dim=1) <= so_far.topk(budget, dim=1).values[:, -1]).all())
+def _num_continued(levels: Sequence[Tensor], following: Tensor, plan: Plan, width: int) -> int:
+    """Return how many nodes of the last level a tree is continued from, at most `width`; 0 ends it.
+
+    A child is no likelier than its parent. So nodes outside the tree have no children inside it, where the tree is the
+    `plan.tree_budget` most probable nodes so far or, with `plan.step_seconds`, those that pay. It ends where no child
+    of the last level would pay either, if it were accepted as often as its parent.
+
+    Args:
+        levels: Log probabilities `[B, N]` of the paths to the nodes of each level.
+        following: The same for the likeliest child of each node of the last level, `[B, N]`, if it is accepted as often
+            as its parent.
+    """
+    nodes = torch.cat([*levels], dim=1)
+    best = nodes.topk(min(plan.tree_budget + 1, nodes.size(1)), dim=1).values
+    count = plan.tree_budget
+    if plan.step_seconds is not None:
+        count = best_count(best[:, :count].exp().tolist(), plan.step_seconds, plan.calibration)
+    if count >= best.size(1):
+        return width
+    outside: list[float] = best[:, count].tolist()  # the likeliest node outside the tree
+    if plan.step_seconds is not None:
+        likeliest = following.amax(dim=1).tolist()
+        if all(log_prob <= limit for log_prob, limit in zip(likeliest, outside, strict=True)):
+            return 0
+    last: list[list[float]] = levels[-1].tolist()
+    counts = [sum(log_prob > limit for log_prob in row) for row, limit in zip(last, outside, strict=True)]
+    return min(max(counts), width)
 
 
 def load(path: Path, target: Target) -> Eagle3Drafter:
