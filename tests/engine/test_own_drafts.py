@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 from blockdraft.decode.merging import put_first
 from blockdraft.decode.prediction import Prediction
-from blockdraft.decode.proposal import SparseDistribution, chain
+from blockdraft.decode.proposal import Proposal, SparseDistribution, chain
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine
 from blockdraft.engine.grammar import AnswerGrammar
@@ -380,6 +380,13 @@ class TestPutFirst:
         assert found.tokens.tolist() == [[9, 1, 2, 3], [9, 5, 0, 0], [9, 7, 8, 7]]
         assert found.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1], [-1, 0, 1, 2]]
 
+    def test_without_a_budget_a_tree_keeps_what_is_behind_the_same_tokens(self) -> None:
+        proposal = Proposal(torch.tensor([[9, 4, 1, 2, 3, 5, 6, 7]]), torch.tensor([[-1, 0, 0, 2, 3, 3, 1, 5]]))
+        found = put_first([[1, 2]], proposal, 0)
+        assert found.tokens.tolist() == [[9, 1, 2, 3, 5, 7]]
+        assert found.parents.tolist() == [[-1, 0, 1, 2, 2, 4]]
+        assert put_first([[1, 3]], proposal, 0).tokens.tolist() == [[9, 1, 3]]
+
     def test_a_tree_keeps_what_the_budget_holds(self) -> None:
         proposal = chain(torch.tensor([[9, 1, 2, 3]]))
         found = put_first([[1, 5]], proposal, 3)
@@ -393,6 +400,24 @@ class TestPutFirst:
         found = put_first([[1], []], proposal, 0)
         assert found.tokens.tolist() == [[9, 1, 0], [9, 1, 2]] and found.q == (None, q)
         assert put_first([[1], [2]], proposal, 0).q is None
+
+
+@pytest.mark.parametrize(("tree_budget", "expected"), [("auto", 0), (6, 6), (0, 0)])
+def test_only_trees_of_fixed_size_grow_beside_own_drafts(
+    target: Target, tiny_drafter_dir: Path, tree_budget: Any, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = set[int]()
+
+    def recorded(own: Any, proposal: Proposal, budget: int) -> Proposal:
+        budgets.add(budget)
+        return put_first(own, proposal, budget)
+
+    monkeypatch.setattr("blockdraft.engine.runner.put_first", recorded)
+    monkeypatch.setattr("blockdraft.engine.adaptive.policy.MARGIN", 0.0)  # so that drafting never pauses
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    with Engine(target, drafter, drafting=Drafting(tree_budget=tree_budget)) as engine:
+        engine.generate(PROMPTS[:1], SamplingParams(60, grammar=OBJECT))
+    assert budgets == {expected}
 
 
 def texts(completions: Sequence[Completion]) -> list[str]:

@@ -75,12 +75,12 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
 def put_first(own: Sequence[list[int]], proposal: Proposal, budget: int) -> Proposal:
     """Put chains of draft tokens before those of a proposal.
 
-    A chain plan keeps what the proposal adds behind the same draft tokens. A tree keeps all its nodes that the budget
-    holds. Draft tokens that were sampled are dropped, whatever they are, where a sequence has such a chain.
+    Without a budget, what the proposal adds behind these chains is kept. With one, a tree keeps all its nodes that the
+    budget holds. Draft tokens that were sampled are dropped, whatever they are, where a sequence has such a chain.
 
     Args:
         own: Draft tokens of each sequence, without the anchor; may be empty.
-        budget: Most draft tokens of a tree; 0 for chains.
+        budget: Most draft tokens of a tree, or 0.
     """
     trees, q = list[_Tree](), list(proposal.q or [None] * len(own))
     for row, (first, tokens) in enumerate(zip(own, proposal.tokens.tolist(), strict=True)):
@@ -106,20 +106,25 @@ class _Tree:
     def __init__(self, tokens: list[int], parents: list[int]) -> None:
         self.tokens, self.parents = tokens, parents
         self._nodes = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+        self._end = len(tokens) - 1
 
     def add(self, tokens: Sequence[int], parents: Sequence[int], budget: int) -> None:
-        """Add the draft tokens of another tree with the same anchor, up to the first for which there is no place.
+        """Add the draft tokens of another tree with the same anchor.
 
         Args:
             tokens, parents: The draft tokens, without the anchor. Parents come before children.
-            budget: Most draft tokens of this tree. With 0 it is a chain, which only grows at its end.
+            budget: Most draft tokens of this tree, which adds no more from the first on for which there is no place.
+                With 0 this tree was a chain, and only grows behind its end.
         """
-        own_nodes = [0]  # by node of the other tree
+        own_nodes = [0]  # by node of the other tree; -1 for those that are left out
         for token, parent in zip(tokens, parents, strict=True):
             key = own_nodes[parent], token
             if key not in self._nodes:
-                if len(self.tokens) > budget if budget else key[0] != len(self.tokens) - 1:
+                if budget and len(self.tokens) > budget:
                     return
+                if not budget and key[0] < self._end:
+                    own_nodes.append(-1)
+                    continue
                 self._nodes[key] = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(key[0])

@@ -14,7 +14,7 @@ from weakref import WeakSet
 from blockdraft.decode.prediction import Prediction
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
 from blockdraft.engine.adaptive.costs import load_for, update
-from blockdraft.engine.adaptive.policy import controller
+from blockdraft.engine.adaptive.policy import MAX_AUTO_BUDGET, MAX_AUTO_BUDGET_CPU, controller
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.infill import ExtraFile, infill_params, infill_prompt
 from blockdraft.engine.kv_slots import Memory
@@ -97,7 +97,8 @@ class Engine:
                 f"{drafting.tree_budget}."
             )
         self.target, self.drafter, self.drafting = target, drafter, drafting
-        self.controller = controller(drafter, drafting, partial(load_for, target, drafter))
+        budget = MAX_AUTO_BUDGET_CPU if target.device.type == "cpu" else MAX_AUTO_BUDGET
+        self.controller = controller(drafter, drafting, partial(load_for, target, drafter), max_auto_budget=budget)
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.max_draft_tokens
         self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes

@@ -307,7 +307,7 @@ class Runner:
                 plan = plan.as_sampled(self._fresh_numbers(requests)[:, : plan.block_size - 1])
             proposal = self.drafter.propose(self.state.of(starts), anchor, plan)
         if any(own):
-            proposal = put_first(own, proposal, plan.tree_budget)
+            proposal = put_first(own, proposal, plan.tree_budget if plan.step_seconds is None else 0)
         if proposal.tokens.size(1) == 1 or not any(limits := [request.drafting for request in requests]):
             return proposal
         return cut(proposal, limits)

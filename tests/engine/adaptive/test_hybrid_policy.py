@@ -85,21 +85,39 @@ def alone(kind: str, acceptance_prob: float) -> float:
     return decoding.run(1000).against_plain
 
 
-def test_only_chains_whose_length_is_chosen_and_not_sampled_are_drafted_in_turn() -> None:
+def test_members_take_turns_where_the_policy_chooses_how_far_to_draft() -> None:
     def takes_turns(drafter: Lookup, drafting: Drafting) -> bool:
         found = make_controller(drafter, drafting, lambda part: stored(PAIR))
         return isinstance(found.plan([request()]), HybridPlan)
 
-    assert takes_turns(BOTH, Drafting()) and takes_turns(BOTH, Drafting("auto", draft_window=9))
+    for free in (Drafting(), Drafting("auto", draft_window=9), Drafting(None, "auto"), Drafting(tree_budget="auto")):
+        assert takes_turns(BOTH, free)
     for other in (
         Drafting(None),
         Drafting(5),
         Drafting(tree_budget=9),
-        Drafting(None, "auto"),
+        Drafting(5, "auto"),
         Drafting(None, sampled=True),
     ):
         assert not takes_turns(BOTH, other)
     assert not takes_turns(Knowing(), Drafting())  # type: ignore[abstract]
+
+
+def test_a_member_that_chooses_no_tree_sizes_drafts_a_chain_beside_trees() -> None:
+    class CostlessChains(Costless):
+        chooses_tree_size = False
+
+    class LookupAndTrees(Lookup):
+        """A hybrid."""
+
+        parts = (CostlessChains(), Knowing())  # type: ignore[abstract, assignment]
+
+    drafter: Lookup = LookupAndTrees()  # type: ignore[abstract]
+    plan = make_controller(drafter, Drafting(tree_budget="auto"), lambda part: None, max_auto_budget=20).plan(
+        [request()]
+    )
+    assert isinstance(plan, HybridPlan)
+    assert [(turn.drafter, turn.plan.tree_budget) for turn in plan.turns] == [(0, 0), (1, 20)]
 
 
 def test_a_model_is_not_asked_where_only_repetition_pays() -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from blockdraft.decode.proposal import ChainPlan, HybridPlan, Plan, Turn
@@ -37,7 +37,8 @@ from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting, RequestDrafting
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191)  # draft tokens per sequence with own estimates
-MAX_AUTO_BUDGET = 256  # draft tokens of a tree whose size is chosen in each step
+# Draft tokens of a tree whose size is chosen in each step. Fewer on a CPU, since logits of all of them need memory.
+MAX_AUTO_BUDGET, MAX_AUTO_BUDGET_CPU = 256, 15
 MARGIN = 1.01  # drafting must be better than plain decoding by this factor
 SPARE_DEPTH = 1.25  # length of a draft pass relative to the depth that paid lately
 HOLD = 16  # steps for which a decision holds, since deciding costs time; fewer in the first 8 * HOLD steps
@@ -68,16 +69,20 @@ class Decision:
 
 
 def controller(
-    drafter: Drafter, drafting: Drafting, load_costs: LoadCosts, now: Callable[[], float] = time.time
+    drafter: Drafter,
+    drafting: Drafting,
+    load_costs: LoadCosts,
+    now: Callable[[], float] = time.time,
+    max_auto_budget: int = MAX_AUTO_BUDGET,
 ) -> Controller:
-    """Return the policy of an engine.
+    """Return the policy of an engine; arguments as of `Controller`.
 
-    The members of a hybrid drafter are asked in turn if chain lengths are chosen by the policy. A tree merges the
-    drafts of all members, and a sampled chain must be chosen by a fixed rule.
+    The members of a hybrid drafter are asked in turn if the policy chooses how far to draft. A tree of fixed size
+    merges the drafts of all members, and a sampled chain must be chosen by a fixed rule.
     """
-    free_chains = drafting.automatic and not drafting.tree_budget and not drafting.sampled
-    kind = HybridController if len(drafter.parts) > 1 and free_chains else Controller
-    return kind(drafter, drafting, load_costs, now)
+    free = drafting.automatic and not isinstance(drafting.block_size, int) and not drafting.sampled
+    kind = HybridController if len(drafter.parts) > 1 and free else Controller
+    return kind(drafter, drafting, load_costs, now, max_auto_budget)
 
 
 class Controller:
@@ -89,6 +94,7 @@ class Controller:
     Args:
         load_costs: Returns the stored costs of a drafter, if any; called when they are first needed.
         now: Clock in seconds since 1970.
+        max_auto_budget: Most draft tokens of a tree whose size is chosen in each step; more if a path may be longer.
         slowdown: Shared by policies whose steps run interleaved.
     """
 
@@ -98,9 +104,10 @@ class Controller:
         drafting: Drafting,
         load_costs: LoadCosts,
         now: Callable[[], float] = time.time,
+        max_auto_budget: int = MAX_AUTO_BUDGET,
         slowdown: Slowdown | None = None,
     ) -> None:
-        self._drafter, self._drafting = drafter, drafting
+        self._drafter, self._drafting, self._max_auto_budget = drafter, drafting, max_auto_budget
         self._block_size = drafting.block_size if isinstance(drafting.block_size, int) else drafter.block_size
         self._tree = drafting.tree_budget != 0
         self.automatic = self._block_size > 1 and drafting.automatic  # whether the policy decides anything
@@ -128,7 +135,7 @@ class Controller:
             return 0
         budget = self._drafting.tree_budget
         if budget == "auto":
-            return max(self._block_size - 1, MAX_AUTO_BUDGET)
+            return max(self._block_size - 1, self._max_auto_budget)
         return budget or self._block_size - 1
 
     @property
@@ -347,14 +354,31 @@ class HybridController(Controller):
     Each member has a policy that decides as if it were alone. Members without a network are asked first, then the
     others by the tokens per second of their steps. A member's draft is taken if it promises more tokens per second than
     every member that would be asked next. So a model is spared where the text repeats itself, and each member pauses
-    where it does not pay. `load_costs` is called with each member, since their steps take different times.
+    where it does not pay. `load_costs` is called with each member, since their steps take different times. Beside
+    trees, members that do not choose their size draft chains.
     """
 
     def __init__(
-        self, drafter: Drafter, drafting: Drafting, load_costs: LoadCosts, now: Callable[[], float] = time.time
+        self,
+        drafter: Drafter,
+        drafting: Drafting,
+        load_costs: LoadCosts,
+        now: Callable[[], float] = time.time,
+        max_auto_budget: int = MAX_AUTO_BUDGET,
     ) -> None:
-        super().__init__(drafter, drafting, lambda drafter: None, now)
-        self._members = [Controller(part, drafting, load_costs, now, self._slowdown) for part in drafter.parts]
+        super().__init__(drafter, drafting, lambda drafter: None, now, max_auto_budget)
+        chains = replace(drafting, block_size="auto", tree_budget=0)
+        self._members = [
+            Controller(
+                part,
+                drafting if part.chooses_tree_size else chains,
+                load_costs,
+                now,
+                max_auto_budget,
+                self._slowdown,
+            )
+            for part in drafter.parts
+        ]
         self._free = [index for index, part in enumerate(drafter.parts) if not part.runs_network]
 
     @property
