@@ -1,6 +1,7 @@
 """Combinations: which drafter's drafts a tree or chain takes, and that a bad choice never changes the output."""
 
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert [drafter.propose(state, anchors, turns(rate, 2.0)).part for rate in (1.9, 2.1)] == [1, 0]
     three = HybridDrafter([Scripted(few), Scripted(few), Scripted(many)])  # the last of those behind may be the best
     assert three.propose(three.new_state(2, 20), anchors, in_turn((1.0, 0.5, 2.3))).part == 2
+
+
+def test_the_time_to_observe_what_others_drafted_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    class Slow(Scripted):
+        def observe(self, *given: Any) -> None:
+            clock[0] += 5.0
+
+    many = replace(proposal([(7, 0, 0.9)], []), expected=(0.9, 0.0))
+    drafter = HybridDrafter([Scripted(replace(proposal([], []), expected=(0.0, 0.0))), Slow(many, block_size=3)])
+    state, anchors, stated = drafter.new_state(2, 40), torch.tensor([3, 4]), list[float]()
+    for count in (3, 4):  # as many tokens as its own step may commit, and more
+        drafter.observe(state, torch.ones(2, count, dtype=torch.int64), None, [count, 1])
+        stated.append(drafter.propose(state, anchors, turns(1.0, 0.5)).catch_up_seconds)
+    assert stated[0] == 0 and stated[1] >= 5.0
 
 
 def test_a_member_that_does_not_draft_observes_later() -> None:

@@ -6,7 +6,7 @@ A chain is a tree of width one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -134,6 +134,7 @@ class Proposal:
         acceptance_probs: For each sequence and draft token the probability that it is accepted together with all before
             it on its path, in the order of the nodes, without padding; None if unknown.
         part: Index of the member that drafted, for a `HybridPlan`.
+        catch_up_seconds: Time that members spent on tokens that others had drafted, for a `HybridPlan`.
         parent_lists: `parents` as lists.
         depth_lists: For each sequence the distance of each node from the anchor; 0 for padding.
     """
@@ -144,6 +145,7 @@ class Proposal:
     expected: tuple[float, ...] | None = None
     acceptance_probs: tuple[tuple[float, ...], ...] | None = None
     part: int = 0
+    catch_up_seconds: float = 0.0
     parent_lists: list[list[int]] = field(init=False)
     depth_lists: list[list[int]] = field(init=False)
 
@@ -254,7 +256,13 @@ def cut(proposal: Proposal, limits: Sequence[RequestDrafting | None]) -> Proposa
     if proposal.q is not None:  # sampled nodes come first; where none is left, there is no q
         q = tuple(dist and _cut_q(dist, kept) for dist, kept in zip(proposal.q, rows, strict=True))
     tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
-    return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected, part=proposal.part)
+    return replace(
+        proposal,
+        tokens=tokens,
+        parents=torch.tensor(parents),
+        q=q if q and any(q) else None,
+        acceptance_probs=None,
+    )
 
 
 def _cut_q(dist: SparseDistribution, kept: Sequence[int]) -> SparseDistribution | None:

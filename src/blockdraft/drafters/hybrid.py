@@ -8,6 +8,7 @@ expects enough.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -221,14 +222,18 @@ class HybridDrafter(Drafter):
         )
 
     def _in_turn(self, state: HybridState, anchor: Tensor, plan: HybridPlan) -> Proposal:
-        rates = [turn.tokens_per_second for turn in plan.turns]
+        rates, catch_up_seconds = [turn.tokens_per_second for turn in plan.turns], 0.0
         for place, (index, asked, rate) in enumerate(plan.turns):
+            # Tokens of more than its own last step, which other members drafted: no part of what a draft costs.
+            late = any(sequence.num_pending(index) > self.parts[index].block_size for sequence in state.sequences)
+            began = time.perf_counter()
             state.catch_up(index)
+            catch_up_seconds += late * (time.perf_counter() - began)
             proposal = self.parts[index].propose(state.inner[index], anchor, asked)
             mark(DRAFT_CHOICE)
             if _expected_rate(proposal, asked, rate) >= max(rates[place + 1 :], default=0.0):
                 break
-        return replace(proposal, part=index)
+        return replace(proposal, part=index, catch_up_seconds=catch_up_seconds)
 
     def _best_chains(self, state: HybridState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
         tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
         expected: Accepted draft tokens that the drafter expected, if it says so.
         drafter: Index of the member that drafted, for a `HybridPlan`.
         seconds: Time of the step, without `catch_up_seconds`.
-        catch_up_seconds: Time the drafter spent on hidden states left over from earlier steps.
+        catch_up_seconds: Time the drafter spent on tokens left over from earlier steps.
         has_own_drafts: Whether draft tokens came from the requests themselves.
         invalid: Indices of sequences without a next token, because logits were not finite or the grammar allows none.
             Nothing of them was committed.
@@ -236,6 +236,7 @@ class Runner:
             has_own_drafts = own_drafts and any(request.has_own_drafts for request in requests)
             own = self._own_drafts(sequences, plan) if has_own_drafts else [[]] * len(requests)
             proposal = self._propose(requests, starts, anchor, plan, own)
+            catch_up_seconds += proposal.catch_up_seconds
             timer.mark(DRAFT_CHOICE)
             output = self.target.forward(
                 proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers

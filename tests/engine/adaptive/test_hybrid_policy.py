@@ -8,7 +8,7 @@ from simulation import NOW, PAIR, Costless, Decoding, Knowing, Lookup, Machine, 
 
 from blockdraft.decode.proposal import HybridPlan
 from blockdraft.decode.tree import best_count
-from blockdraft.engine.adaptive.policy import HybridController
+from blockdraft.engine.adaptive.policy import MAX_CREDIT, HybridController
 from blockdraft.engine.adaptive.policy import controller as make_controller
 from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting, RequestDrafting
@@ -118,6 +118,16 @@ def test_a_member_that_chooses_no_tree_sizes_drafts_a_chain_beside_trees() -> No
     )
     assert isinstance(plan, HybridPlan)
     assert [(turn.drafter, turn.plan.tree_budget) for turn in plan.turns] == [(0, 0), (1, 20)]
+
+
+def test_observing_what_others_drafted_costs_no_credit() -> None:
+    found, requests = controller(), [request()]
+    plan = found.plan(requests)
+    assert isinstance(plan, HybridPlan) and plan.turns[-1].drafter == 1
+    outcome = Outcome(requests, plan, 3, [3], [3], seconds=PAIR.seconds(1, 3), catch_up_seconds=100.0, drafter=1)
+    credit = found._members[1]._credit
+    found.learn(outcome)
+    assert found._members[1]._credit >= min(credit, MAX_CREDIT) - 0.5
 
 
 def test_a_model_is_not_asked_where_only_repetition_pays() -> None:

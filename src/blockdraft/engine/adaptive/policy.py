@@ -409,7 +409,8 @@ class HybridController(Controller):
         none, plain = [0] * len(outcome.requests), ChainPlan(1, outcome.plan.params)
         for index, member in enumerate(self._members):
             if index == outcome.drafter and index in plans:
-                member.learn(outcome._replace(plan=plans[index]))
+                # What others drafted must be observed at some time, so it is no loss of this step.
+                member.learn(outcome._replace(plan=plans[index], catch_up_seconds=0.0))
             elif not turns or (not outcome.num_draft_tokens and outcome.drafter in self._free):
                 # Nothing was drafted, and looking for a match takes next to no time: a plain step.
                 undrafted = outcome._replace(plan=plain, num_draft_tokens=0, max_depth=none, accepted=none)
