@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,23 @@ def test_what_earlier_steps_left_to_do_does_not_count_as_this_ones_time(
     assert len(late) == 1 and [outcome.seconds for outcome in outcomes] == [0.0] * 4
     assert sorted(outcome.catch_up_seconds for outcome in outcomes) == [0.0, 0.0, 0.0, 1000.0]
     assert request.stats.total_seconds == 1000.0  # includes the pause
+
+
+def test_what_a_proposal_took_to_catch_up_does_not_count_as_the_steps_time(
+    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Engine(target, random_drafter, drafting=Drafting(None)).request(PROMPTS[0], SamplingParams(30))
+    clock, propose = [0.0], random_drafter.propose
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def late(*given: Any) -> Proposal:
+        clock[0] += 1000.0
+        return replace(propose(*given), catch_up_seconds=700.0)
+
+    monkeypatch.setattr(random_drafter, "propose", late)
+    runner, rows = read(target, random_drafter, request)
+    outcome = runner.step(rows, ChainPlan(8, [request.params]))
+    assert (outcome.seconds, outcome.catch_up_seconds) == (300.0, 700.0)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(60, ignore_eos=True), SamplingParams(60, 0.9, seed=2)])

@@ -1,8 +1,8 @@
 """Hybrid drafters: several drafters that draft together for one target, such as lookup and a draft model.
 
 Members are independent of each other. A tree takes the draft tokens with the highest acceptance probability, from any
-member. A chain comes from the member with the most expected accepted tokens, or members are asked in order until one
-expects enough.
+member. A chain comes from the member with the most expected accepted tokens. Where the engine chooses how far to draft,
+members are asked in order until one expects enough.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class HybridDrafter(Drafter):
 
     A tree merges the members' trees: draft tokens with the same path are one node. The probability of a node, given its
     parent, is the highest that any member states, and the most probable nodes are taken. A chain comes, for each
-    sequence, from the member with the most expected accepted tokens. With a `HybridPlan` all sequences get chains of
+    sequence, from the member with the most expected accepted tokens. With a `HybridPlan` all sequences get the draft of
     one member, the first that expects enough.
 
     If draft tokens are sampled, the first member that can sample does so. A tree then holds its whole chain, and nodes
