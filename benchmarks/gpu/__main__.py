@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import smoke
-from benchmarks.gpu.measure import PARAMS, copy_bandwidth, forced_rate, idle_share, time_step
+from benchmarks.gpu.measure import PARAMS, copy_bandwidth, forced_rate, profile_kernels, time_step
 from benchmarks.gpu.shapes import SHAPES, Shape, build, bytes_per_token
 from benchmarks.harness.command import ROOT, Parser, command_line, listed, tell
 from benchmarks.harness.report import table, write_files
@@ -27,7 +27,7 @@ from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.evaluation.results import hardware
 from blockdraft.targets import Target
 
-BACKENDS = ("hf", "native", "captured")
+BACKENDS = ("hf", "native", "captured", "compiled")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,9 +67,9 @@ def at_context(
     for method, task, tau, source in shape.taus:
         rate, reached = forced_rate(target, drafter, context, tau, args.steps)
         forced.append({"method": method, "task": task, "tau": tau, "source": source, "reached": reached, "rate": rate})
-    idle = {
-        "plain": idle_share(alone, context, one),
-        f"block {drafter.block_size}": idle_share(drafted, context, whole),
+    kernels = {
+        "plain": profile_kernels(alone, context, one),
+        f"block {drafter.block_size}": profile_kernels(drafted, context, whole),
     }
     return {
         "context": context,
@@ -77,7 +77,7 @@ def at_context(
         "share_of_roofline": bytes_per_token(target, shape.target, context) / bandwidth / plain.total,
         "steps": {name: asdict(each) | {"R": each.total / plain.total} for name, each in steps.items()},
         "forced": forced,
-        "idle": idle,
+        "kernels": kernels,
     }
 
 
@@ -89,16 +89,19 @@ def page(found: dict[str, Any], command: str) -> str:
         f"{machine}, {found['dtype']}, random weights, one request; copies run at {found['bandwidth'] / 1e9:.0f} GB/s. "
         f"torch {torch.__version__}. Command: `{command}`.",
         "R: time of a step over that of a plain step. Draft, verify and host: where its milliseconds go if each part "
-        "is waited for, so that they may add up to more than the step. Captured: native, with CUDA graphs. Roofline: "
-        "bytes that a plain step must read over this bandwidth. Idle: share of the time in which no kernel ran.",
+        "is waited for, so that they may add up to more than the step. Captured: native, with CUDA graphs. Compiled: "
+        "also by torch.compile. Roofline: bytes that a plain step must read over this bandwidth. Idle: share of the "
+        "time in which no kernel ran.",
     ]
     for one in found["runs"]:
         parts.append(f"## {one['shape']}, {one['backend']}")
         for each in one["contexts"]:
-            idle = ", ".join(f"{k} {100 * v:.0f} %" for k, v in each["idle"].items() if v is not None) or "not measured"
+            counted = {name: found for name, found in each["kernels"].items() if found is not None}
+            told = [f"{name} {count:.0f}, idle {100 * idle:.0f} %" for name, (count, idle) in counted.items()]
             parts.append(
                 f"Context {each['context']}: plain {each['plain_tokens_per_second']:.1f} tokens/s, "
-                f"{100 * each['share_of_roofline']:.0f} % of the roofline; idle: {idle}."
+                f"{100 * each['share_of_roofline']:.0f} % of the roofline; kernels a step: "
+                f"{'; '.join(told) or 'not measured'}."
             )
             lines = [
                 [name, f"{1000 * c['total']:.2f}", f"{c['R']:.2f}"]

@@ -145,12 +145,13 @@ def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float
     return tokens / (now() - began), tokens / (steps - 1)
 
 
-def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
-    """Return the share of the time in which no kernel ran on the device, or None without a GPU."""
+def profile_kernels(probe: Probe, context: int, plan: Plan) -> tuple[float, float] | None:
+    """Return the kernels of a step, and the share of the time in which none ran on the device; None without a GPU."""
     if probe.target.device.type != "cuda":
         return None
     runner, rows = probe.open_sequences(1, context, room(probe, plan, PROFILED_STEPS + 2))
-    runner.step(rows, plan)
+    for _ in range(2):
+        runner.step(rows, plan)
     now = clock(probe.target.device)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         now()
@@ -158,7 +159,8 @@ def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
             runner.step(rows, plan)
         now()
     kernels = [e.time_range for e in found.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
-    return gaps([(each.start, each.end) for each in kernels])
+    idle = gaps([(each.start, each.end) for each in kernels])
+    return None if idle is None else (len(kernels) / PROFILED_STEPS, idle)
 
 
 def gaps(spans: Sequence[tuple[float, float]]) -> float | None:

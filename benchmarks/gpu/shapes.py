@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.kernels.cuda.compiler import Compiler
 from blockdraft.kernels.cuda.graphs import CudaRecorder
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
@@ -78,14 +79,16 @@ def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) 
     """Make the pair, seeded, directly on the device.
 
     Args:
-        backend: "hf", "native", or "captured", which is native with CUDA graphs.
+        backend: "hf", "native", "captured", which is native with CUDA graphs, or "compiled", which is captured with
+            layers that torch.compile has compiled.
 
     Raises:
         ValueError: The backend does not know the family, or cannot be had on the device.
     """
     torch.manual_seed(0)
     config = shape.target
-    if backend == "captured" and device.type != "cuda":
+    captured = backend in ("captured", "compiled")
+    if captured and device.type != "cuda":
         raise ValueError(f"CUDA graphs need an NVIDIA GPU, and the device is {device}")
     target: Target
     if backend == "hf":
@@ -93,8 +96,9 @@ def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) 
             target = HFTarget(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
     else:
         target = _native(config, dtype, device)
-        if backend == "captured":
-            target.capture(CudaRecorder(device))
+        if captured:
+            compiler = Compiler(device, in_background=False) if backend == "compiled" else None
+            target.capture(CudaRecorder(device), compiler)
     return target, DFlashDrafter(DFlashNetwork(draft_config(shape)), target)
 
 

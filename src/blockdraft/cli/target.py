@@ -115,8 +115,8 @@ class DecodingSettings(TargetSettings):
     compile: Compile = Field(
         DEFAULT_COMPILE,
         description="Compiled forward pass of the native decoder. On a CPU, auto uses the C library of the package or "
-        "the machine's compiler, and on fails if there is neither. On an NVIDIA GPU, on captures CUDA graphs and auto "
-        "does not.",
+        "the machine's compiler, and on fails if there is neither. On an NVIDIA GPU, torch.compile and CUDA graphs; "
+        "auto runs uncompiled until they are ready.",
     )
     quantize: Quantize | None = Field(
         None,

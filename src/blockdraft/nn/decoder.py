@@ -21,7 +21,7 @@ from blockdraft.nn.decoder_config import (
     LAYER_INPUT_TABLE,
     DecoderConfig,
 )
-from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm, Read, ReadFused, joining, plain
+from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm, Read, ReadFused, RunLayer, joining, plain
 from blockdraft.nn.delta_net import GatedDeltaNet
 from blockdraft.nn.mixed_layer import MixedLayer
 from blockdraft.nn.packed import PackedLinear
@@ -129,6 +129,7 @@ class Decoder(nn.Module):
         stores: Sequence[Memory],
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
+        run_layer: RunLayer = DecoderLayer.__call__,
     ) -> tuple[Tensor, Tensor | None]:
         """Score N nodes per sequence, and write their keys and values.
 
@@ -146,6 +147,7 @@ class Decoder(nn.Module):
             target_layers: Target layers whose hidden states are returned; the number of layers is the input of the
                 head.
             logits_at: `[B]` int64, the one node of each sequence whose logits are returned; `[0]` returns none.
+            run_layer: Calls a layer, for example compiled.
 
         Returns:
             Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and hidden states `[B, N, m * H]`, None without target
@@ -158,8 +160,9 @@ class Decoder(nn.Module):
         angles = rope_angles(config, self.frequencies, positions, x.dtype)
         outputs = []
         inputs = self.layer_inputs(tokens.reshape(-1), x) if config.layer_input_size else None
-        for number, (layer, store) in enumerate(zip(self.layers, stores, strict=True)):
-            x = layer(x, angles, slots, masks, store)
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        for number, (layer, store) in enumerate(zip(layers, stores, strict=True)):
+            x = run_layer(layer, x, angles[layer.rope], slots, masks[layer.mask], store)
             if isinstance(layer, MixedLayer):
                 x = layer.finish(x, None if inputs is None else inputs[:, number])
             outputs.append(x)

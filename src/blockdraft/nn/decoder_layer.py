@@ -36,6 +36,8 @@ Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
 ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | PackedWeight]
 # Memory of a layer: keys and values, the recurrence of a delta net, or the inputs of a short convolution.
 Memory: TypeAlias = Tensor | DeltaRecurrence | ConvolutionMemory
+# Calls a layer with the arguments of `DecoderLayer.forward`.
+RunLayer: TypeAlias = Callable[..., Tensor]
 LEAST_SHARES = 1e-6  # added to sums of sigmoid shares to avoid division by zero
 
 
@@ -152,15 +154,20 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        angles: Sequence[tuple[Tensor, Tensor]],
+        angles: tuple[Tensor, Tensor],
         slots: Tensor,
-        masks: Sequence[Tensor | ExactAttention | None],
+        mask: Tensor | ExactAttention | None,
         memory: Memory,
     ) -> Tensor:
-        """Return the output `[B * N, H]` for the input x `[B * N, H]`; other arguments as in `Decoder.forward`."""
+        """Return the output `[B * N, H]` for the input x `[B * N, H]`.
+
+        Args:
+            angles: Cosines and signed sines of the layer's positions, as of `rope_angles`.
+            slots, mask, memory: As in `Decoder.forward`.
+        """
         before = self.before_attention(x)
         if isinstance(memory, Tensor):
-            added: Tensor = self.attention(before, *angles[self.rope], slots, masks[self.mask], memory)
+            added: Tensor = self.attention(before, *angles, slots, mask, memory)
         else:
             mixer = self.convolution if isinstance(memory, ConvolutionMemory) else self.delta_net
             assert mixer is not None

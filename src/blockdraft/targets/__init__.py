@@ -97,8 +97,9 @@ def load_target(
             `mlx`); "jax" runs the families of "native" on TPUs (extra `jax`). "auto" is mlx-lm on Apple silicon if it
             is installed and supports the model, else our own decoder, else transformers.
         compile: How to compile the native decoder. On a CPU this machine's C compiler is used: "auto" compiles if
-            possible, which takes a few seconds in the first run; "on" fails if it is not. On an NVIDIA GPU "on"
-            captures forward passes over few nodes as CUDA graphs, and "auto" does not.
+            possible, which takes a few seconds in the first run; "on" fails if it is not. On an NVIDIA GPU,
+            torch.compile compiles the layers, and forward passes of few nodes are captured as CUDA graphs. "auto" does
+            so in a thread, and runs uncompiled until a shape is ready; "on" waits, and fails if it cannot.
         quantize: "int8" and "int4" quantize weights to 8 or 4 bits, with a scale for each group of inputs, embedding
             and head always to 8; inputs of matrix products are quantized to int8. The target is then the quantized
             model; `blockdraft quantize` writes one that loses less. For a quantized checkpoint, "int8" quantizes the

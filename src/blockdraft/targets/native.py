@@ -21,6 +21,7 @@ from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
 from blockdraft.kernels.cpu.library import Library, one_torch_thread
 from blockdraft.kernels.cpu.threads import use_best_threads
+from blockdraft.kernels.cuda.compiler import Compiler
 from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
 from blockdraft.machine import multiplies_bfloat16, send
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attention_bytes, grouped_mask, visible_slots
@@ -61,15 +62,12 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         NotCovered, UsageError: As in `read_checkpoint` and `read_gguf`.
         UsageError: The options ask for a compiled or captured forward pass, and there is none.
     """
-    captured = options.device.type == "cuda" and options.compile == "on"
+    on_gpu = options.device.type == "cuda"
     if options.kv_dtype is not None and options.device.type != "cpu":
         raise UsageError(f"kv_dtype is {options.kv_dtype!r}, which is for CPUs, and the device is {options.device}.")
-    if captured and options.exact:
+    if on_gpu and options.compile == "on" and options.exact:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
-    special = read.decoder.config.decode_only
-    if captured and special:
-        raise UsageError(f"compile 'on' captures CUDA graphs, which know no {special}; use compile auto or off.")
     target = NativeTarget(
         read.decoder,
         read.config,
@@ -82,9 +80,13 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         set_max_context(target, options.max_context)
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
-    if captured:
-        target.capture(CudaRecorder(options.device))
+    special = read.decoder.config.decode_only
+    if on_gpu and options.compile != "off" and not options.exact and not special:
+        compiler = Compiler(options.device, in_background=options.compile == "auto")
+        target.capture(CudaRecorder(options.device), compiler)
         return target
+    if on_gpu and options.compile == "on":
+        raise UsageError(f"compile is 'on', but CUDA graphs know no {special}; use compile auto or off.")
     target.compile_reason = read.reason if read.build is None else _compile(target, read.build, options.compile)
     if options.kv_dtype is not None and target.compiled is None:
         raise UsageError(
@@ -258,7 +260,8 @@ class NativeTarget(CheckpointTarget):
         captured, compiled = (runner_class(network, backend) for backend in ("captured", "compiled"))
         if self.captured is not None and captured is not None:
             network.to(dtype=self.dtype)
-            return captured(network, CapturedHost(**shared, recorder=self.captured.recorder))
+            recorder, compiler = self.captured.recorder, self.captured.compiler
+            return captured(network, CapturedHost(**shared, recorder=recorder, compiler=compiler))
         if self.compiled is not None and compiled is not None:
             host = CompiledHost(
                 **shared,
@@ -275,13 +278,16 @@ class NativeTarget(CheckpointTarget):
         network.to(dtype=self.dtype)
         return network.runner(DraftHost(**shared | {"compile_reason": reason}))
 
-    def capture(self, recorder: Recorder) -> None:
+    def capture(self, recorder: Recorder, compiler: Compiler | None = None) -> None:
         """Run forward passes of few nodes as graphs from now on. Call this before the first cache and drafter are made.
 
+        Args:
+            recorder, compiler: As in `CapturedDecoder`.
+
         Raises:
-            UsageError: The recorder cannot capture one.
+            UsageError: The recorder cannot capture one, or the compiler, unless in the background, cannot compile it.
         """
-        self.captured = CapturedDecoder(self.decoder, recorder)
+        self.captured = CapturedDecoder(self.decoder, recorder, compiler)
         node = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # raises errors now
 
@@ -348,7 +354,10 @@ class NativeTarget(CheckpointTarget):
         memory: Tensor,
         target_layers: Sequence[int],
     ) -> TargetOutput | None:
-        """Run the forward pass as a CUDA graph. Return None if graphs are too small for the nodes or KV slots."""
+        """Run the forward pass as a CUDA graph.
+
+        Return None if graphs are too small for the nodes or KV slots, or while it is compiled in the background.
+        """
         count = tokens.size(1)
         nodes = bucket(count)
         end = slot_bucket(max(cache.lengths) + nodes)
@@ -359,7 +368,7 @@ class NativeTarget(CheckpointTarget):
             return None
         padded = F.pad(parents, (0, nodes - count), value=-1)  # nodes without ancestors
         outputs = captured.forward(tokens, depths(padded), tree_mask(padded), cache.lengths, store, target_layers)
-        return TargetOutput(*outputs)
+        return None if outputs is None else TargetOutput(*outputs)
 
     def _run_piece(
         self,

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 BITS = {"int8": 8, "int4": 4}
 TABLE_BITS = 8  # minimum for embedding and head, where fewer would lose most and save least
-NOT_CAPTURED = "on a GPU, CUDA graphs are captured only with compile on, which is several times faster"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +84,9 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
     few, config = _few_bits_of(config, options), text_part(config)
-    on_gpu = device.type == "cuda"
     if wanted.decode_only and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
         raise NotCovered(f"it has {wanted.decode_only}, whose weights it neither quantizes nor reads quantized")
-    reason = "compile is off" if compile == "off" else NOT_CAPTURED if on_gpu else why_not(wanted, dtype, device)
+    reason = "compile is off" if compile == "off" else why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
         _check_alike(wanted, tensors)

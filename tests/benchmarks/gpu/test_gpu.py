@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import smoke
-from benchmarks.gpu.measure import PARAMS, forced_rate, gaps, idle_share, time_step
+from benchmarks.gpu.measure import PARAMS, forced_rate, gaps, profile_kernels, time_step
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.engine.adaptive.costs import Probe
@@ -40,7 +40,7 @@ def test_a_step_has_parts(name: str) -> None:
     one = time_step(probe, 20, ChainPlan(8, [PARAMS]), repeats=3)
     assert one.draft > 0 and one.verify > 0 and one.host > 0 and one.draft + one.verify < 3 * one.total
     assert 1 <= one.tokens <= 8
-    assert idle_share(probe, 20, ChainPlan(8, [PARAMS])) is None
+    assert profile_kernels(probe, 20, ChainPlan(8, [PARAMS])) is None
 
 
 def test_bytes_of_a_plain_step() -> None:
@@ -65,7 +65,7 @@ def test_one_command_measures_and_writes(tmp_path: Path) -> None:
     small = ["--contexts", "16", "--trees", "16", "--repeats", "2", "--steps", "4", "--dtype", "float32"]
     program.run(program.arguments(["--device", "cpu", "--shapes", "tiny", *small, "--out", str(tmp_path)]))
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [run["backend"] for run in found["runs"]] == ["hf", "native", "captured"]
+    assert [run["backend"] for run in found["runs"]] == ["hf", "native", "captured", "compiled"]
     assert found["runs"][2]["missing"] == "CUDA graphs need an NVIDIA GPU, and the device is cpu"
     [context] = found["runs"][0]["contexts"]
     assert list(context["steps"]) == ["plain", "block 8", "block 16", "tree 16"]

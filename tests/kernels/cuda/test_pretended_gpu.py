@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from captured_forwards import Recorder
 from pretended_gpu import GPU, OnGPU, pretended_gpu
 from thinned import LONG
 from torch import Tensor
@@ -40,24 +41,6 @@ def test_it_refuses_what_a_gpu_refuses() -> None:
         here.pin_memory().to(GPU, non_blocking=True)
         names = [each.split(".")[1] for each in waits]
         assert names == ["_to_copy", "_local_scalar_dense", "nonzero", "_to_copy", "_to_copy"]
-
-
-class Recorder:
-    """Recorder of graphs that counts, and replays by calling again."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-
-    def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        self.captures += 1
-        results = call()
-
-        def replay() -> None:
-            self.replays += 1
-            for own, new in zip(results, call(), strict=True):
-                own.copy_(new)
-
-        return results, replay
 
 
 @pytest.mark.parametrize(

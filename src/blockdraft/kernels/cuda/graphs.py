@@ -1,4 +1,4 @@
-"""Forward passes of few nodes as CUDA graphs: one launch in place of hundreds, which take longer than the GPU's work.
+"""Compiled forward passes of few nodes as CUDA graphs: one launch in place of hundreds, which would take longer.
 
 A graph repeats the same operations on the same addresses. So shapes are rounded up to buckets, inputs are copied to
 tensors of the graph, and results are copied out of it. The address of keys and values is part of a graph's key: a cache
@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -19,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.kernels.cuda.compiler import COMPILING, Compiler, compiled_layers
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.cache import bucket, slot_bucket
+from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.decoder_layer import DecoderLayer, RunLayer
 from blockdraft.nn.draft_network import DraftHost
 
 MOST_NODES = 320  # nodes of the largest captured forward pass, padding included
@@ -41,9 +44,10 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedHost(DraftHost):
-    """What a captured draft network borrows from its target: its recorder, too."""
+    """What a captured draft network borrows from its target: its recorder and its compiler, too."""
 
     recorder: Recorder
+    compiler: Compiler | None
 
 
 class CudaRecorder:
@@ -67,7 +71,7 @@ class CudaRecorder:
                     call()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with kept_garbage(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with COMPILING, kept_garbage(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 results = call()
         return results, graph.replay
 
@@ -96,6 +100,9 @@ class Graphs:
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self._recorder, self._device = recorder, device
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
 
     def run(self, key: Hashable, call: Call, inputs: Sequence[Tensor], count: int) -> list[Tensor]:
         """Return the first `count` nodes of each result `[B, N, ...]` of `call(*inputs)`.
@@ -142,9 +149,22 @@ MOST_PADDING = max(bucket(count) - count for count in range(1, MOST_NODES + 1))
 def room(capacity: int) -> int:
     """Return the KV slots for a cache of this capacity, with room for padding behind the last nodes.
 
-    They are rounded up, so that requests of similar lengths have memories of one layout.
+    They are rounded up, so that requests of similar lengths have memories of one layout. One more is never used, so
+    that no graph reads a contiguous memory, for which torch.compile would compile again.
     """
-    return slot_bucket(capacity + MOST_PADDING)
+    return slot_bucket(capacity + MOST_PADDING) + 1
+
+
+def scratch(store: Tensor, nodes: int) -> Tensor:
+    """Return zeros in the layout of a view of a memory, `[layers, B, heads, slots, D]`, for N nodes on empty sequences.
+
+    torch.compile tells layouts apart, so there is a sequence more, and one slot more for each.
+    """
+    layers, batch, heads, _, size = store.shape
+    slots = slot_bucket(nodes)
+    cache = KVCache(batch + 1, slots + 1)
+    memory = store.new_zeros(layers, heads, (batch + 1) * (slots + 1), size)
+    return cache.of(cache.starts[:batch]).view(memory, nodes, slots)[0]
 
 
 def place(store: Tensor) -> Hashable:
@@ -153,11 +173,18 @@ def place(store: Tensor) -> Hashable:
 
 
 class CapturedDecoder:
-    """A decoder's forward pass as graphs. The target's drafters use its recorder too."""
+    """A decoder's forward pass as graphs. The target's drafters use its recorder and compiler too.
 
-    def __init__(self, decoder: Decoder, recorder: Recorder) -> None:
-        self.recorder = recorder
+    Args:
+        decoder: The decoder.
+        recorder: Makes the graphs.
+        compiler: Compiles what they hold. None leaves torch's operations as they are.
+    """
+
+    def __init__(self, decoder: Decoder, recorder: Recorder, compiler: Compiler | None = None) -> None:
+        self.recorder, self.compiler = recorder, compiler
         self._decoder = decoder
+        self._compiled_layer = None if compiler is None else compiled_layers()
         self._graphs = Graphs(recorder, decoder.device)
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
@@ -169,7 +196,7 @@ class CapturedDecoder:
         lengths: Sequence[int],
         store: Tensor,
         target_layers: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Score N nodes per sequence, and write their keys and values behind each sequence's committed tokens.
 
         Args:
@@ -181,23 +208,35 @@ class CapturedDecoder:
             target_layers: As in `Decoder.forward`.
 
         Returns:
-            As `Decoder.forward`.
+            As `Decoder.forward`; None while the compiler works.
         """
         decoder, (batch, count), padded = self._decoder, tokens.shape, depths.size(1)
         slots = slot_bucket(max(lengths) + padded)
         assert padded <= MOST_NODES and slots <= store.size(3), (padded, slots, store.shape)
 
-        def call(tokens: Tensor, starts: Tensor, depths: Tensor, within: Tensor) -> list[Tensor]:
+        def score(store: Tensor, tokens: Tensor, starts: Tensor, depths: Tensor, within: Tensor) -> list[Tensor]:
+            slots = store.size(3)
             positions, at = starts[:, None] + depths, starts[:, None] + torch.arange(padded, device=starts.device)
             masks = [
                 grouped_mask(visible_slots(starts, within, positions, window, slots), self._group, decoder.dtype)
                 for window in decoder.config.windows
             ]
-            seen = store[..., :slots, :].unbind(0)
-            logits, hidden_states = decoder(tokens, positions, at, masks, seen, target_layers)
+            stores, run = store.unbind(0), self._run_layer()
+            logits, hidden_states = decoder(tokens, positions, at, masks, stores, target_layers, run_layer=run)
             return [logits] if hidden_states is None else [logits, hidden_states]
+
+        def warm_up() -> None:
+            zeros = [torch.zeros_like(each, device=decoder.device) for each in inputs]
+            score(scratch(store[:1], padded).expand(len(store), -1, -1, -1, -1), *zeros)  # one memory for all layers
 
         key = (place(store), batch, padded, slots, tuple(target_layers))
         inputs = [F.pad(tokens, (0, padded - count)), torch.tensor(lengths), depths, within]
-        logits, *hidden_states = self._graphs.run(key, call, inputs, count)
+        compiler, shape = self.compiler, (self, batch, padded)
+        if compiler is not None and key not in self._graphs and not compiler.ready(shape, warm_up):
+            return None
+        logits, *hidden_states = self._graphs.run(key, partial(score, store[..., :slots, :]), inputs, count)
         return logits, hidden_states[0] if hidden_states else None
+
+    def _run_layer(self) -> RunLayer:
+        fails = self.compiler is not None and self.compiler.reason is not None
+        return DecoderLayer.__call__ if self._compiled_layer is None or fails else self._compiled_layer

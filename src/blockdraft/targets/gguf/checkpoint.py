@@ -32,7 +32,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
-from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder, packing
+from blockdraft.targets.native_files import Checkpoint, make_decoder, packing
 from blockdraft.targets.weights import READ, OpenCheckpoint
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
     halved = matrices & set(FLOATS) == {"BF16"} and not weights.expanded
     kind = torch.bfloat16 if halved else dtype
-    refused = why_not(wanted, dtype, device) if on_cpu else NOT_CAPTURED
-    reason = "compile is off" if options.compile == "off" else refused
+    reason = "compile is off" if options.compile == "off" else why_not(wanted, dtype, device)
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     packs = options.compile != "off" and why_not_packed(wanted, dtype, device) is None
     made = build(kind, store, wanted.head_divisor, not matrices <= set(FLOATS)) if packs else None

@@ -204,7 +204,8 @@ class LayerwiseForward:
         for begin in range(0, len(states), batch):
             some = states[begin : begin + batch]
             store = torch.zeros(len(some), 2 * config.num_kv_heads, self.length, config.head_dim)
-            rows = layer(some.flatten(0, 1), self._angles, torch.arange(self.length), self._masks, store)
+            angles, mask = self._angles[layer.rope], self._masks[layer.mask]
+            rows = layer(some.flatten(0, 1), angles, torch.arange(self.length), mask, store)
             out[begin : begin + batch] = rows.view_as(some)
         return out
 

@@ -1,0 +1,9 @@
+"""Fixtures of captured forward passes."""
+
+import pytest
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short sequences fill several buckets."""
+    monkeypatch.setattr("blockdraft.nn.cache.LEAST_SLOTS", 32)

@@ -1,0 +1,39 @@
+"""Layers of every family that CUDA graphs hold, traced by torch.compile as one graph without a break."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from captured_forwards import Recorder
+from tiny_families import FAMILIES, write_model
+from torch._dynamo.utils import counters
+
+from blockdraft.decode.proposal import chain_parents
+from blockdraft.kernels.cuda.compiler import Compiler
+from blockdraft.kernels.cuda.graphs import room
+from blockdraft.targets import load_target
+from blockdraft.targets.native import NativeTarget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(family, tmp_path)
+    try:
+        plain, compiled = (load_target(tmp_path, "float32", "cpu", "native", "off") for _ in range(2))
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert isinstance(plain, NativeTarget) and isinstance(compiled, NativeTarget)
+    if plain.decoder.config.decode_only:
+        pytest.skip(f"CUDA graphs know no {plain.decoder.config.decode_only}")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ to compile
+    torch._dynamo.reset()
+    counters.clear()
+    compiled.capture(Recorder(), Compiler(torch.device("cpu"), in_background=False))
+    logits = []
+    for target in (plain, compiled):
+        cache, tokens = target.new_cache(2, room(20)), torch.arange(10).view(2, 5) + 7
+        logits.append(target.forward(tokens, chain_parents(2, 5), cache, (0, 2)).logits)
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]  # of 1 and 5 nodes
