@@ -1,5 +1,6 @@
 """Weights quantized by torchao, which gives the same numbers on a CPU as on a GPU."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from blockdraft.kernels.cuda import rounded
+from blockdraft.kernels.cuda.compiler import compiled_layers
 from blockdraft.kernels.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
+from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.targets import load_target
 
@@ -54,6 +58,24 @@ def test_products_are_those_of_the_rounded_weights(kind: str, tied: bool) -> Non
     out: Tensor = network.layers[0].qkv(x)  # type: ignore[union-attr,operator]
     weight, bias = network.layers[0].qkv.weight, network.layers[0].qkv.bias  # type: ignore[union-attr]
     torch.testing.assert_close(out, F.linear(x, weight, bias), atol=0.2, rtol=0.02)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_layers_of_rounded_weights_are_compiled_as_one_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ to compile
+    torch._dynamo.reset()
+    counters.clear()
+    network, run_layer = decoder(tied=True), compiled_layers()
+    round_weights(network, kind)
+    tokens, at, mask = torch.arange(5)[None], torch.arange(5)[None], torch.zeros(1, 1, 10, 20).bfloat16()
+    outputs = []
+    for run in (DecoderLayer.__call__, run_layer):
+        stores = torch.zeros(2, 1, 4, 21, 8).bfloat16()[..., :20, :].unbind(0)
+        outputs.append(network(tokens, at, at, [mask], stores, run_layer=run)[0])
+    torch.testing.assert_close(outputs[1], outputs[0], atol=0.05, rtol=0.05)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_what_cannot_be_rounded_says_why(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> None:
