@@ -24,6 +24,7 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.cache import KVCache, SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.timing import DRAFT_CHOICE, PASS, mark
+from blockdraft.types import Compile
 
 BLOCK_SIZE = 8
 
@@ -256,7 +257,10 @@ class DraftLMDrafter(Drafter):
 
 def load(path: Path, target: Target) -> DraftLMDrafter:
     dtype = None if is_gguf(path) else target.dtype  # a GGUF file has a dtype of its own
-    return DraftLMDrafter(load_target(path, dtype, target.device, threads=torch.get_num_threads()), target)
+    captured = target.device.type != "cuda" or getattr(target, "captured", None) is not None
+    compile: Compile = "auto" if captured else "off"
+    model = load_target(path, dtype, target.device, compile=compile, threads=torch.get_num_threads())
+    return DraftLMDrafter(model, target)
 
 
 class CausalLMs(Sequence[str]):

@@ -14,7 +14,7 @@ from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attend_grouped
 from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, Experts
 from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
-from blockdraft.nn.packed import PackedLinear, PackedWeight
+from blockdraft.nn.packed import DeviceWeight, PackedLinear, PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight, concatenate_weights
 from blockdraft.nn.short_convolution import ConvolutionMemory, ShortConvolution
 
@@ -33,7 +33,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limits: ClampedSwiGLU) -> Tensor:
 # Reads a checkpoint's tensor by its name, on the device and in the dtype of the network, or quantized.
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
 # Reads the weights of one product by their names, concatenated along the output dimension.
-ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | PackedWeight]
+ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | DeviceWeight | PackedWeight]
 # Memory of a layer: keys and values, the recurrence of a delta net, or the inputs of a short convolution.
 Memory: TypeAlias = Tensor | DeltaRecurrence | ConvolutionMemory
 # Calls a layer with the arguments of `DecoderLayer.forward`.

@@ -36,6 +36,28 @@ class Kernels(Protocol):
         """
 
 
+class DeviceWeight(Protocol):
+    """A quantized weight `[out, in]` with products of its own on its device, where nothing waits for the host."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    def channels(self, index: Tensor | slice) -> DeviceWeight:
+        """Return the output channels with these indices, `[n]` int64, or those of a slice."""
+
+    def dequantize(self) -> Tensor:
+        """Return the weight `[out, in]` in float32."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T`, `[n, in]` to `[n, out]` in the dtype of x."""
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight `[out, in]` packed for kernels.
@@ -117,11 +139,13 @@ class PackedLinear(nn.Module):
     rounded: str | None = None
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor | QuantizedWeight | PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor | QuantizedWeight | DeviceWeight | PackedWeight, bias: Tensor | None = None
+    ) -> None:
         super().__init__()
         # `[out, in]`, or packed `[blocks, in, lanes]`; unset for a quantized weight.
         self.stored: Tensor
-        self.quantized: QuantizedWeight | InterleavedWeight | None = None
+        self.quantized: QuantizedWeight | InterleavedWeight | DeviceWeight | None = None
         self.dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
         self.register_buffer("bias", bias)
         self._kernels: Kernels | None = None
@@ -131,10 +155,10 @@ class PackedLinear(nn.Module):
             self._take(weight)
             return
         self.out_features, self.in_features = weight.shape
-        if isinstance(weight, QuantizedWeight):
-            self.quantized = weight
-        else:
+        if isinstance(weight, Tensor):
             self.register_buffer("stored", weight)
+        else:
+            self.quantized = weight
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +190,7 @@ class PackedLinear(nn.Module):
 
     def part(self, begin: int, end: int) -> PackedLinear:
         """Return the layer of some output channels, on the same memory. Packed ones fill whole blocks."""
-        weight: Tensor | QuantizedWeight | PackedWeight
+        weight: Tensor | QuantizedWeight | DeviceWeight | PackedWeight
         if self._kernels is None:
             own = slice(begin, end)
             weight = self.stored[own] if self.quantized is None else self._unpacked(self.quantized).channels(own)
@@ -183,7 +207,8 @@ class PackedLinear(nn.Module):
     def lookup(self, tokens: Tensor) -> Tensor:
         """Look up entries of an embedding table, the weights of output channels: `[...]` int64 to `[..., in]`."""
         if self.quantized is not None:
-            check_tokens(tokens, self.out_features)
+            if isinstance(self.quantized, QuantizedWeight | InterleavedWeight):
+                check_tokens(tokens, self.out_features)
             return self.quantized.channels(tokens.reshape(-1)).dequantize().view(*tokens.shape, -1).to(self.dtype)
         if self._kernels is None:
             return F.embedding(tokens, self.stored).to(self.dtype)
@@ -202,6 +227,7 @@ class PackedLinear(nn.Module):
         """
         if self._product is None:
             own = self.stored if self.quantized is None else self._unpacked(self.quantized)
+            assert isinstance(own, Tensor | QuantizedWeight), "on another device"
             self._take(pack_weights([own], kernels))
         assert self._kernels is kernels, "packed for other kernels"
         assert self._product is not None
@@ -221,7 +247,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         differentiable = torch.is_grad_enabled() and x.requires_grad
         if self._product is None and self.quantized is not None and not differentiable:
-            products = self._unpacked(self.quantized).multiply(x.reshape(-1, self.in_features).float())
+            flat, own = x.reshape(-1, self.in_features), self._unpacked(self.quantized)
+            products = own.multiply(flat.float() if isinstance(own, QuantizedWeight) else flat)
             return (products if self.bias is None else products + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
         if self._product is None or differentiable:
             return F.linear(x, self.weight if self.rounded is None else self.stored, self.bias)
@@ -233,8 +260,8 @@ class PackedLinear(nn.Module):
         return out.to(x.dtype)
 
     @staticmethod
-    def _unpacked(weight: QuantizedWeight | InterleavedWeight) -> QuantizedWeight:
-        return weight if isinstance(weight, QuantizedWeight) else weight.weight()
+    def _unpacked(weight: QuantizedWeight | InterleavedWeight | DeviceWeight) -> QuantizedWeight | DeviceWeight:
+        return weight.weight() if isinstance(weight, InterleavedWeight) else weight
 
 
 def check_tokens(tokens: Tensor, count: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -24,7 +25,9 @@ from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.kernels.cpu.weight_cache import Make, Origin
 from blockdraft.machine import free_bytes, return_freed
-from blockdraft.nn.decoder_layer import Read
+from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.decoder_layer import Read, ReadFused, joined
+from blockdraft.nn.packed import DeviceWeight
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
@@ -44,7 +47,10 @@ log = logging.getLogger(__name__)
 
 
 def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
-    """Read a decoder from a GGUF file. Quantized matrices are kept on a CPU and dequantized on a GPU.
+    """Read a decoder from a GGUF file.
+
+    Quantized matrices are kept on a CPU, and on an NVIDIA GPU with Triton, where factors are rounded to float16.
+    Elsewhere, they are dequantized.
 
     Raises:
         UsageError: The file cannot be read, the decoder does not support its architecture, types or settings, or the
@@ -78,11 +84,14 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     packs = options.compile != "off" and why_not_packed(wanted, dtype, device) is None
     made = build(kind, store, wanted.head_divisor, not matrices <= set(FLOATS)) if packs else None
     library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
-    needed, mapped = weights.nbytes(kind if on_cpu else dtype, few=on_cpu), library is not None and origin.is_worth_it()
+    keeps = on_cpu or (device.type == "cuda" and options.compile != "off" and find_spec("triton") is not None)
+    needed, mapped = weights.nbytes(kind if on_cpu else dtype, few=keeps), library is not None and origin.is_worth_it()
     fits = check_memory(file, needed, free_bytes(device), device, mapped)
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = weights.read(name)
+        if isinstance(weight, QuantizedWeight) and keeps and not on_cpu:
+            return weight  # moved once it is fused
         if not on_cpu:
             return dense(weight).to(device, dtype)
         if isinstance(weight, QuantizedWeight) or (library is not None and weight.ndim == 2):
@@ -91,7 +100,10 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
 
     make = None if library is None else file_packing(weights, read, library)
     with loading(path, device), torch.no_grad():
-        decoder = make_decoder(wanted, read, library, origin, not fits, make)
+        if keeps and not on_cpu:
+            decoder = Decoder(wanted, read, fusing_on_gpu(read, device, dtype))
+        else:
+            decoder = make_decoder(wanted, read, library, origin, not fits, make)
     return Checkpoint(
         decoder=decoder,
         config=config,
@@ -109,6 +121,21 @@ def file_packing(weights: GGUFWeights, read: Read, library: Library) -> Make:
     """Return a function that packs the matrices of one product, straight from the file where the library can."""
     otherwise = packing(read, library)
     return lambda names: weights.packed(names, library) or otherwise(names)
+
+
+def fusing_on_gpu(read: Read, device: torch.device, dtype: torch.dtype) -> ReadFused:
+    """Return a function that reads the weights of one product onto a GPU, quantized where its kernel knows them."""
+    from blockdraft.kernels.cuda.quantized_product import PackedCodes, fits  # needs Triton
+
+    def fused(names: Sequence[str]) -> Tensor | DeviceWeight:
+        weights = [read(name) for name in names]
+        if not all(isinstance(weight, QuantizedWeight) for weight in weights):
+            return torch.cat([dense(weight).to(device, dtype) for weight in weights])
+        whole = joined(weights)
+        assert isinstance(whole, QuantizedWeight)
+        return PackedCodes.of(whole).to(device) if fits(whole) else dense(whole).to(device, dtype)
+
+    return fused
 
 
 def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device, mapped: bool = False) -> bool:
