@@ -91,7 +91,7 @@ NOT_RUN = {
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target MODEL --drafter DRAFTER --compare "..."': FIT,
-    'blockdraft generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --compile on --compare "What is 17 '
+    'blockdraft generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --compare "What is 17 '
     'plus 25?"': GPU,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
     "tests/drafters/mtp/test_target_network.py has such",

@@ -42,6 +42,8 @@ RUNNERS: dict[str, dict[str, str]] = {
         "dflash": "drafters.dflash.captured.CapturedDraftPass",
         "dflash2": "drafters.dflash.captured.CapturedDraftPass",
         "dspark": "drafters.dflash.captured.CapturedDraftPass",
+        "eagle3": "kernels.cuda.captured_autoregressive.CapturedAutoregressive",
+        "mtp": "kernels.cuda.captured_autoregressive.CapturedAutoregressive",
     },
     "jax": {
         "dflash": "drafters.dflash.jax.JaxDraftPass",
