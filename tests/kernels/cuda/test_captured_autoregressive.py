@@ -87,6 +87,7 @@ def test_what_is_drafted_without_graphs(tiny_target_dir: Path, tiny_eagle3_dir: 
     assert drafter._run.chain(state_of(drafter, [9], extra=-8), anchor[:1], 300) is None  # no slots behind
     assert drafter._run.chain(drafter.new_state(1, room(9)), anchor[:1], 5) is None  # no hidden state yet
     assert drafter._run.chain(state, anchor, 5) is not None
+    assert drafter.slots_beside == drafter.block_size - 1
 
 
 @pytest.mark.slow

@@ -83,12 +83,10 @@ class Compiler:
             return True  # the first call compiles
         if key not in self._begun and self.reason is None:
             self._begun.add(key)
-            threads = torch.get_num_threads()  # part of what torch.compile checks before it uses compiled code
-            threading.Thread(target=self._compile, args=(key, warm_up, threads), name="compiler", daemon=True).start()
+            threading.Thread(target=self._compile, args=(key, warm_up), name="compiler", daemon=True).start()
         return (key in self._done or self.reason is not None) and not COMPILING.locked()
 
-    def _compile(self, key: Hashable, warm_up: Callable[[], object], threads: int) -> None:
-        torch.set_num_threads(threads)
+    def _compile(self, key: Hashable, warm_up: Callable[[], object]) -> None:
         on_gpu = self._device.type == "cuda"
         stream = torch.cuda.Stream(self._device) if on_gpu else None
         with COMPILING, torch.no_grad(), torch.cuda.stream(stream):

@@ -158,13 +158,12 @@ def room(capacity: int) -> int:
 def scratch(store: Tensor, nodes: int) -> Tensor:
     """Return zeros in the layout of a view of a memory, `[layers, B, heads, slots, D]`, for N nodes on empty sequences.
 
-    torch.compile tells layouts apart, so there is a sequence more, and one slot more for each.
+    torch.compile tells contiguous memories apart, so there is one slot more for each sequence.
     """
     layers, batch, heads, _, size = store.shape
     slots = slot_bucket(nodes)
-    cache = KVCache(batch + 1, slots + 1)
-    memory = store.new_zeros(layers, heads, (batch + 1) * (slots + 1), size)
-    return cache.of(cache.starts[:batch]).view(memory, nodes, slots)[0]
+    memory = store.new_zeros(layers, heads, batch * (slots + 1), size)
+    return KVCache(batch, slots + 1).view(memory, nodes, slots)[0]
 
 
 def place(store: Tensor) -> Hashable:
