@@ -47,7 +47,7 @@ class CapturedDraftPass(DraftPass):
 
         key = (place(store), batch, count, slots, first)
         inputs = [tokens, torch.tensor(state.lengths)]
-        if compiler is not None and key not in self._graphs and not compiler.ready((self, batch, count), warm_up):
+        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), batch, count), warm_up):
             return super().draft_tokens(state, tokens, first, window)
         hidden, logits = self._graphs.run(key, partial(draft, store[..., :slots, :]), inputs, count - first)
         return hidden, logits

@@ -71,7 +71,7 @@ class CapturedAutoregressive(AutoregressivePass):
             draft([scratch(view.unsqueeze(0), draft_tokens)[0] for view in memories], *zeros)
 
         key = (*map(place, memories), batch, draft_tokens, slots)
-        if compiler is not None and key not in self._graphs and not compiler.ready((self, batch), warm_up):
+        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), batch), warm_up):
             return None
         tokens, probs = self._graphs.run(key, partial(draft, memories), inputs, draft_tokens)
         mark(PASS)

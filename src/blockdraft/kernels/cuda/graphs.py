@@ -230,7 +230,7 @@ class CapturedDecoder:
 
         key = (place(store), batch, padded, slots, tuple(target_layers))
         inputs = [F.pad(tokens, (0, padded - count)), torch.tensor(lengths), depths, within]
-        compiler, shape = self.compiler, (self, batch, padded)
+        compiler, shape = self.compiler, (id(self), batch, padded)
         if compiler is not None and key not in self._graphs and not compiler.ready(shape, warm_up):
             return None
         logits, *hidden_states = self._graphs.run(key, partial(score, store[..., :slots, :]), inputs, count)
