@@ -51,8 +51,7 @@ def test_logits_are_those_of_uncompiled_forwards(small_buckets: None, name: str)
     compiled = target_of(name, CPU)
     compiled.capture(Recorder(), Compiler(CPU, in_background=False))
     assert_same(scores(compiled, 1), scores(target_of(name, CPU), 1))
-    shapes = {(1, count) for count in (1, 5, 9, 10, 12, 17, 20)} | {(2, 5), (3, 17), (3, 20)}
-    assert 0 < compilations() <= len(shapes)
+    assert compilations() == 4, "one node, several, and several of several sequences, which are all of a memory or not"
     assert not counters["graph_break"]
     before = compilations()
     assert_same(scores(compiled, 1), scores(target_of(name, CPU), 1))
@@ -93,7 +92,7 @@ def test_forwards_go_on_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch,
 
     assert torch.equal(logits(target), logits(expected)) and recorder.captures == 0 == compilations()
     begin.set()
-    while not compiler.ready((id(target.captured), rows, 1), list):
+    while not compiler.ready((id(target.captured), 3 if rows > 1 else 1, 1), list):
         time.sleep(0.01)
     assert compilations() > 0 and compiler.reason is None
     before = compilations()
@@ -131,7 +130,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is(
     assert recorder.captures > 0
 
     at_once = target_of("llama", CPU)
-    with pytest.raises(ValueError, match=r"could not be captured: no compiler found. .*--compile off"):
+    with pytest.raises(ValueError, match=r"torch.compile failed: no compiler found more of it. .*--compile off"):
         at_once.capture(Recorder(), Compiler(CPU, in_background=False))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
-from blockdraft.kernels.cuda.compiler import compiled
+from blockdraft.kernels.cuda.compiler import SEVERAL, compiled
 from blockdraft.kernels.cuda.graphs import CapturedHost, Graphs, place, scratch
 from blockdraft.nn.attention import grouped_mask
 from blockdraft.nn.cache import KVCache, slot_bucket
@@ -21,7 +21,7 @@ class CapturedDraftPass(DraftPass):
         super().__init__(network, host)
         self._device = network.fc.weight.device
         self._graphs, self._compiler = Graphs(host.recorder, self._device), host.compiler
-        self._compiled = compiled(self._through_layers, {1: 3})
+        self._compiled = compiled(self._through_layers, {0: (0, 1), 1: (1, 3), 2: (0,)})
 
     def draft_tokens(
         self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
@@ -41,13 +41,16 @@ class CapturedDraftPass(DraftPass):
             hidden = run(self._embed(tokens), store, starts)[:, first:]
             return [hidden, self._head(hidden)]
 
+        kind = (SEVERAL[0] if batch > 1 else 1, SEVERAL[1] if count > 1 else 1)
+
         def warm_up() -> None:
-            zeros = [torch.zeros_like(each, device=self._device) for each in inputs]
-            draft(scratch(store, count), *zeros)
+            for memory in scratch(store, *kind):
+                zeros = torch.zeros(kind, dtype=torch.int64, device=self._device)
+                draft(memory, zeros, zeros.new_zeros(kind[0]))
 
         key = (place(store), batch, count, slots, first)
         inputs = [tokens, torch.tensor(state.lengths)]
-        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), batch, count), warm_up):
+        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), *kind), warm_up):
             return super().draft_tokens(state, tokens, first, window)
         hidden, logits = self._graphs.run(key, partial(draft, store[..., :slots, :]), inputs, count - first)
         return hidden, logits

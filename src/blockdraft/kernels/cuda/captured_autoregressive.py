@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.tree import next_pays
-from blockdraft.kernels.cuda.compiler import compiled
+from blockdraft.kernels.cuda.compiler import SEVERAL, compiled
 from blockdraft.kernels.cuda.graphs import CapturedHost, Graphs, place, scratch
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, AutoregressivePass, CachedAttention
 from blockdraft.nn.cache import KVCache, slot_bucket
@@ -30,7 +30,7 @@ class CapturedAutoregressive(AutoregressivePass):
         super().__init__(network, host)
         self._graphs, self._compiler = Graphs(host.recorder, network.like.device), host.compiler
         self._kept = network.kept
-        self._compiled = compiled(self._level, {0: 2, 1: 2})
+        self._compiled = compiled(self._level, {0: (0, 2), 1: (0, 2), 2: (0,), 3: (0,), 4: (0,)})
 
     def slots_beside(self, block_size: int, width: int) -> int:
         return block_size - 1
@@ -59,19 +59,24 @@ class CapturedAutoregressive(AutoregressivePass):
             level = self._level if compiler is None or compiler.reason is not None else self._compiled
             keys, values, known = memories
             tokens, probs = [anchor], list[Tensor]()
-            hidden_state = known[torch.arange(batch, device=anchor.device), 0, lengths - 1].unsqueeze(1)
+            rows = torch.arange(len(anchor), device=anchor.device)
+            hidden_state = known[rows, 0, lengths - 1].unsqueeze(1)
             for depth in range(draft_tokens):
                 token, prob, hidden_state = level(keys, values, tokens[-1], hidden_state, lengths + depth)
                 tokens.append(token)
                 probs.append(prob)
             return [torch.stack(tokens[1:], dim=1), torch.stack(probs, dim=1)]
 
+        several = SEVERAL[0] if batch > 1 else 1
+
         def warm_up() -> None:
-            zeros = [torch.ones_like(each, device=known.device) for each in inputs]
-            draft([scratch(view.unsqueeze(0), draft_tokens)[0] for view in memories], *zeros)
+            ones = torch.ones(several, dtype=torch.int64, device=known.device)
+            layouts = [scratch(view.unsqueeze(0), several, draft_tokens) for view in memories]
+            for alike in zip(*layouts, strict=True):
+                draft([memory[0] for memory in alike], ones, ones)
 
         key = (*map(place, memories), batch, draft_tokens, slots)
-        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), batch), warm_up):
+        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), several), warm_up):
             return None
         tokens, probs = self._graphs.run(key, partial(draft, memories), inputs, draft_tokens)
         mark(PASS)

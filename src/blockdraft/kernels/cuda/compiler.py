@@ -1,29 +1,36 @@
-"""Compilation by torch.compile: which functions, for which shapes, and in which thread."""
+"""Compilation by torch.compile: which functions, for which shapes, and in which thread.
+
+torch.compile tells sizes of one from larger ones, and takes sizes for related that are equal when it compiles. So
+functions are compiled on sizes of which no two are equal.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from blockdraft.errors import describe
+from blockdraft.errors import UsageError
 from blockdraft.nn.decoder_layer import RunLayer
 
-MOST_SHAPES = 256  # versions of a function that torch.compile keeps
+MOST_SHAPES = 64  # versions of a function that torch.compile keeps
+MOST_WORDS = 40  # of an error of torch.compile, to be told
+SEVERAL = 3, 5  # sequences and nodes to compile for, where there may be any number from two on
 COMPILING = threading.Lock()  # held by a thread that compiles, and during a capture, which work of others would break
 
 Function: TypeAlias = Callable[..., Any]
 
 
-def compiled(function: Function, dynamic: Mapping[int, int]) -> Function:
-    """Return a function compiled by torch.compile, as one graph, anew for each shape.
+def compiled(function: Function, dynamic: Mapping[int, Sequence[int]]) -> Function:
+    """Return a function compiled by torch.compile, as one graph.
 
     Args:
-        dynamic: Positions of arguments that are tensors, and their dimension that may change without compiling again.
+        dynamic: Positions of arguments that are tensors, and their dimensions that may change. Code for sizes from two
+            on is shared, and each of them is compiled apart where its size is one.
     """
     run = torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -31,8 +38,10 @@ def compiled(function: Function, dynamic: Mapping[int, int]) -> Function:
         from torch import _dynamo  # takes seconds to import
 
         _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MOST_SHAPES)
-        for position, dimension in dynamic.items():
-            _dynamo.mark_dynamic(args[position], dimension)
+        for position, dimensions in dynamic.items():
+            for dimension in dimensions:
+                if args[position].size(dimension) > 1:
+                    _dynamo.maybe_mark_dynamic(args[position], dimension)
         return run(*args)
 
     return call
@@ -41,17 +50,23 @@ def compiled(function: Function, dynamic: Mapping[int, int]) -> Function:
 def compiled_layers() -> RunLayer:
     """Return a function that runs layers of a decoder compiled, as `run_layer` of `Decoder.forward`.
 
-    Layers share compiled code, so a decoder compiles as fast as its different layers. The number of KV slots, the last
-    dimension of the mask, may change.
+    Layers share compiled code, so a decoder compiles as fast as its different layers. Sequences, nodes and KV slots
+    may be of any number.
     """
 
     def call_layer(
-        layer: Any, x: Tensor, angles: tuple[Tensor, Tensor], slots: Tensor, mask: Tensor, store: Tensor
+        layer: Any, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor, store: Tensor
     ) -> Tensor:
-        out: Tensor = layer(x, angles, slots, mask, store)
+        out: Tensor = layer(x, (cos, sin), slots, mask, store)
         return out
 
-    return compiled(call_layer, {4: 3, 5: 2})
+    call = compiled(call_layer, {1: (0,), 2: (0, 1), 3: (0, 1), 4: (0, 1), 5: (0, 2, 3), 6: (0, 2)})
+
+    def run_layer(layer: Any, x: Tensor, angles: tuple[Tensor, Tensor], *rest: Tensor) -> Tensor:
+        out: Tensor = call(layer, x, *angles, *rest)
+        return out
+
+    return run_layer
 
 
 class Compiler:
@@ -72,18 +87,22 @@ class Compiler:
         self._begun, self._done = set[Hashable](), set[Hashable]()
 
     def ready(self, key: Hashable, warm_up: Callable[[], object]) -> bool:
-        """Return whether functions are compiled for some shapes, or never will be, and no thread compiles others.
+        """Return whether functions are compiled for some kind of sizes, or never will be, and no thread compiles.
 
         Args:
-            key: Names functions and shapes.
-            warm_up: Calls the functions with tensors of these shapes, so that they are compiled. It runs in a thread,
-                without gradients.
+            key: Names the functions and the kind.
+            warm_up: Calls the functions with tensors of such sizes, so that they are compiled. It runs without
+                gradients, in a thread if compilation is in the background.
+
+        Raises:
+            UsageError: Compilation at once failed.
         """
-        if not self._in_background:
-            return True  # the first call compiles
         if key not in self._begun and self.reason is None:
             self._begun.add(key)
-            threading.Thread(target=self._compile, args=(key, warm_up), name="compiler", daemon=True).start()
+            if self._in_background:
+                threading.Thread(target=self._compile, args=(key, warm_up), name="compiler", daemon=True).start()
+            else:
+                self._compile(key, warm_up)
         return (key in self._done or self.reason is not None) and not COMPILING.locked()
 
     def _compile(self, key: Hashable, warm_up: Callable[[], object]) -> None:
@@ -98,5 +117,8 @@ class Compiler:
                     stream.synchronize()
                 self._done.add(key)
             except Exception as error:  # of any kind: torch.compile runs compilers, whose errors have many classes
-                self.reason = f"torch.compile failed: {describe(error)}"
-                logging.getLogger(__name__).warning("CUDA graphs run uncompiled, which is slower: %s.", self.reason)
+                reason = f"torch.compile failed: {' '.join(str(error).split()[:MOST_WORDS])}"
+                if not self._in_background:
+                    raise UsageError(f"{reason}. Use compile auto or off (--compile off).") from error
+                self.reason = reason
+                logging.getLogger(__name__).warning("CUDA graphs run uncompiled, which is slower: %s.", reason)

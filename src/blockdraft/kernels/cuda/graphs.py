@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.kernels.cuda.compiler import COMPILING, Compiler, compiled_layers
+from blockdraft.kernels.cuda.compiler import COMPILING, SEVERAL, Compiler, compiled_layers
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
@@ -155,15 +155,17 @@ def room(capacity: int) -> int:
     return slot_bucket(capacity + MOST_PADDING) + 1
 
 
-def scratch(store: Tensor, nodes: int) -> Tensor:
-    """Return zeros in the layout of a view of a memory, `[layers, B, heads, slots, D]`, for N nodes on empty sequences.
+def scratch(store: Tensor, batch: int, nodes: int) -> list[Tensor]:
+    """Return zeros in all layouts of a view of a memory, `[layers, B, heads, slots, D]`, for nodes on empty sequences.
 
-    torch.compile tells contiguous memories apart, so there is one slot more for each sequence.
+    torch.compile tells views of all sequences of a memory from others, and contiguous ones, so there is one slot more
+    for each sequence.
     """
-    layers, batch, heads, _, size = store.shape
+    layers, _, heads, _, size = store.shape
     slots = slot_bucket(nodes)
-    memory = store.new_zeros(layers, heads, batch * (slots + 1), size)
-    return KVCache(batch, slots + 1).view(memory, nodes, slots)[0]
+    cache = KVCache(batch, slots + 1)
+    totals = [count * (slots + 1) for count in ({batch, batch + 1} if batch > 1 else {batch})]
+    return [cache.view(store.new_zeros(layers, heads, total, size), nodes, slots)[0] for total in totals]
 
 
 def place(store: Tensor) -> Hashable:
@@ -215,7 +217,8 @@ class CapturedDecoder:
 
         def score(store: Tensor, tokens: Tensor, starts: Tensor, depths: Tensor, within: Tensor) -> list[Tensor]:
             slots = store.size(3)
-            positions, at = starts[:, None] + depths, starts[:, None] + torch.arange(padded, device=starts.device)
+            count = tokens.size(1)
+            positions, at = starts[:, None] + depths, starts[:, None] + torch.arange(count, device=starts.device)
             masks = [
                 grouped_mask(visible_slots(starts, within, positions, window, slots), self._group, decoder.dtype)
                 for window in decoder.config.windows
@@ -224,14 +227,20 @@ class CapturedDecoder:
             logits, hidden_states = decoder(tokens, positions, at, masks, stores, target_layers, run_layer=run)
             return [logits] if hidden_states is None else [logits, hidden_states]
 
+        several, nodes = SEVERAL if self._group != SEVERAL[0] else (SEVERAL[0] + 1, SEVERAL[1])
+        kind = (several if batch > 1 else 1, nodes if padded > 1 else 1)
+
         def warm_up() -> None:
-            zeros = [torch.zeros_like(each, device=decoder.device) for each in inputs]
-            score(scratch(store[:1], padded).expand(len(store), -1, -1, -1, -1), *zeros)  # one memory for all layers
+            for memory in scratch(store[:1], *kind):
+                zeros = torch.zeros(kind, dtype=torch.int64, device=decoder.device)
+                within = torch.zeros(*kind, kind[1], dtype=torch.bool, device=decoder.device)
+                same_for_all = memory.expand(len(store), -1, -1, -1, -1)
+                score(same_for_all, zeros, zeros.new_zeros(kind[0]), zeros, within)
 
         key = (place(store), batch, padded, slots, tuple(target_layers))
         inputs = [F.pad(tokens, (0, padded - count)), torch.tensor(lengths), depths, within]
-        compiler, shape = self.compiler, (id(self), batch, padded)
-        if compiler is not None and key not in self._graphs and not compiler.ready(shape, warm_up):
+        compiler = self.compiler
+        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), *kind), warm_up):
             return None
         logits, *hidden_states = self._graphs.run(key, partial(score, store[..., :slots, :]), inputs, count)
         return logits, hidden_states[0] if hidden_states else None
