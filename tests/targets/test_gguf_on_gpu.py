@@ -1,6 +1,7 @@
 """Quantized matrices of GGUF files as a GPU gets them, multiplied by Triton's interpreter on a CPU."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.families import decoder_config
-from blockdraft.targets.gguf.checkpoint import fusing_on_gpu
+from blockdraft.targets.gguf.checkpoint import fusing_on_gpu, held_on_gpu
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import decoder_weights
 
@@ -52,4 +53,7 @@ def test_logits_are_those_of_dequantized_weights(kinds: str | dict[str, str], ke
             logits.append(decoder(tokens, at[None], at, [None], stores)[0])
     layers = {layer for layer in decoder.modules() if isinstance(layer, PackedLinear)}
     assert sum(isinstance(layer.quantized, PackedCodes) for layer in layers) == kept
+    matrices = sum(layer.nbytes - (0 if layer.bias is None else layer.bias.nbytes) for layer in layers)
+    needed = weights.nbytes(torch.float32, True, partial(held_on_gpu, dtype=torch.float32))
+    assert matrices <= needed
     torch.testing.assert_close(logits[1], logits[0], atol=0.02 * float(logits[0].abs().max()), rtol=0)

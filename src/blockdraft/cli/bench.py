@@ -16,7 +16,16 @@ from pydantic import Field, Strict
 from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, standard
 from blockdraft.cli.options import DRAFTING, OUTPUT, SAMPLING, Only
-from blockdraft.cli.target import DRAFT_VOCAB, AsJson, DecodingTarget, DraftVocab, Files, Overwrite, tell_unused
+from blockdraft.cli.target import (
+    DRAFT_VOCAB,
+    AsJson,
+    DecodingTarget,
+    DraftVocab,
+    Files,
+    Overwrite,
+    compile_at_once,
+    tell_unused,
+)
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
@@ -92,6 +101,7 @@ def bench(
         check_overwrite(options.out, [report.RESULTS], overwrite)
     speed.check_methods(methods)
     target = model.load_for(None, options.draft_vocab)
+    compile_at_once(target)
     engines = speed.load_methods(methods, target, measurement.batch_size, options.draft_vocab)
     with exit_on_interrupt(DISCARDED), display.progress("answers") as progress:
         trials = speed.measure(engines, sets, params, measurement, progress)

@@ -17,7 +17,7 @@ import typer
 
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import Only, add
-from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings
+from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings, compile_at_once
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.tables import new_table
@@ -207,6 +207,7 @@ def calibrate(
     from blockdraft.engine.adaptive.costs import Probe
 
     target = model.load_for(drafter.drafter, drafter.draft_vocab)
+    compile_at_once(target)
     # Each member of a hybrid drafter has costs of its own, and lookup has none.
     chosen = drafter.drafter or default_drafter(target.path, alone=True)
     loaded = load_drafter(chosen, target=target, draft_vocab=drafter.draft_vocab)

@@ -264,6 +264,13 @@ def load(
     return target
 
 
+def compile_at_once(target: Target) -> None:
+    """Let a target on a GPU compile and capture what runs for the first time before it runs, to be measured."""
+    compiler = getattr(getattr(target, "captured", None), "compiler", None)
+    if compiler is not None:
+        compiler.in_background = False
+
+
 def quiet() -> None:
     """Silence the messages and progress bars of transformers."""
     from transformers.utils import logging

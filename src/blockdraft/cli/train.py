@@ -120,7 +120,8 @@ def train(
     assert documents is not None and accelerator is not None
     if not documents.finished and accelerator.is_main_process:
         tell(f"{options.data} is still being written; training takes the {len(documents)} documents that exist now.")
-    target = model.load(accelerator.device)
+    # Forward passes of training are too long for CUDA graphs, and gradients need whole weights.
+    target = model.load(accelerator.device, compile="off" if accelerator.device.type == "cuda" else "auto")
 
     finish_on_signal(out)
     try:

@@ -93,20 +93,22 @@ def decode_batch(
     slots = batch_size * target.row_slots(longest)
     engine = Engine(target, drafter, batch_size, drafting, cache_tokens=slots)
     completions = list[Completion]()
+    count = len(prompts)
+    seeds = torch.randint(2**62, (count,)) if params.seed is None else params.seed + torch.arange(count)
+    rows = [replace(params, seed=seed) for seed in seeds.tolist()]
     if streamer is None:
-        rows = [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(len(prompts))]
         completions = [completion.checked() for completion in engine.generate(prompts, rows)]
         responses = [completion.token_ids for completion in completions]
-    elif len(prompts) == 1:
+    elif count == 1:
         streamer.put(input_ids.cpu())
         responses = [[]]
-        for chunk in engine.stream(prompts[0], params):
+        for chunk in engine.stream(prompts[0], rows[0]):
             if chunk.checked().token_ids:
                 streamer.put(torch.tensor(chunk.token_ids))
             responses[0] += chunk.token_ids
         streamer.end()
     else:
-        raise UsageError(f"inputs holds {len(prompts)} prompts; a streamer takes one, so call generate for each.")
+        raise UsageError(f"inputs holds {count} prompts; a streamer takes one, so call generate for each.")
     width = max(map(len, responses))
     padded = [[*response, *[pad_token] * (width - len(response))] for response in responses]
     return torch.cat([input_ids.long(), torch.tensor(padded, device=input_ids.device)], dim=1), completions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,8 @@ class RandomNumbers:
     CHUNK = 256  # numbers generated at once; another size would change what a seed gives
 
     def __init__(self, seed: int | None) -> None:
-        self._seed = int(torch.randint(2**62, ())) if seed is None else seed
+        # Not from torch's generator, whose state torch.compile restores behind what other threads have drawn meanwhile.
+        self._seed = secrets.randbits(62) if seed is None else seed
         self._generator = torch.Generator()
         self._generator.manual_seed(self._seed)
         self._numbers = np.empty(0)

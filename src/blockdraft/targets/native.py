@@ -55,8 +55,8 @@ MOST_TREE = 256  # nodes of the largest tree to plan memory for; more nodes are 
 def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     """Load a checkpoint like `read_checkpoint` and `read_gguf`.
 
-    This waits for the compiler, so that a loaded target always runs its forward pass in the same way, and no response
-    starts in one way and ends in another.
+    On a CPU this waits for the compiler, so that a loaded target always runs its forward pass in the same way. On a
+    GPU, compile "auto" begins uncompiled.
 
     Raises:
         NotCovered, UsageError: As in `read_checkpoint` and `read_gguf`.

@@ -15,7 +15,7 @@ from blockdraft.decode.tree import next_pays
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.kernels.cuda.compiler import Compiler
-from blockdraft.kernels.cuda.graphs import room
+from blockdraft.kernels.cuda.graphs import WORTH_CALLS, room
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -140,6 +140,8 @@ def test_chains_go_without_graphs_while_a_thread_compiles(
         time.sleep(0.01)
     assert compiler.reason is None
     before = counters["stats"]["unique_graphs"]
+    for _ in range(WORTH_CALLS - 1):
+        assert drafter._run.chain(state, anchor, 5) is None
     tokens, _ = drafter._run.chain(state, anchor, 5)
     assert torch.equal(tokens, node_by_node(drafter._run, state, anchor, None, 1.0)[0])
     assert counters["stats"]["unique_graphs"] == before, "what a thread has compiled was compiled again"

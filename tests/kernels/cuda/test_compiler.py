@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.kernels.cuda import compiler as module
 from blockdraft.kernels.cuda.compiler import Compiler, compiled_layers
-from blockdraft.kernels.cuda.graphs import CapturedDecoder, room
+from blockdraft.kernels.cuda.graphs import WORTH_CALLS, CapturedDecoder, room
 from blockdraft.targets import load_target
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import Drafting, SamplingParams
@@ -56,6 +56,20 @@ def test_logits_are_those_of_uncompiled_forwards(small_buckets: None, name: str)
     before = compilations()
     assert_same(scores(compiled, 1), scores(target_of(name, CPU), 1))
     assert compilations() == before, "the second round compiled again"
+
+
+@torch.no_grad()
+def test_draft_passes_write_in_place(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", CPU, "native", "off")
+    target.captured = CapturedDecoder(target.decoder, Recorder(), Compiler(CPU, in_background=False))
+    run = cast("Any", load_drafter(tiny_drafter_dir, target=target))._run
+    config = run.config
+    heads, layers = 2 * config.num_key_value_heads, config.num_hidden_layers
+    stores = torch.zeros(layers, 1, heads, 40, config.head_dim)[:, :, :, :32].unbind(0)
+    _, [code] = run_and_get_code(run._compiled, torch.ones(1, 5, config.hidden_size), torch.tensor([3]), *stores)
+    copied = re.findall(rf"empty_strided_cpu\(\(1, \d+, s\d+, {config.head_dim}\)", code)
+    assert not copied, "the memory of keys and values is copied"
+    assert all(store.count_nonzero() for store in stores)
 
 
 def test_launches_of_a_layer() -> None:
@@ -96,7 +110,9 @@ def test_forwards_go_on_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch,
         time.sleep(0.01)
     assert compilations() > 0 and compiler.reason is None
     before = compilations()
-    torch.testing.assert_close(logits(target), logits(expected), atol=1e-4, rtol=1e-4)
+    for _ in range(WORTH_CALLS):
+        assert recorder.captures == 0
+        torch.testing.assert_close(logits(target), logits(expected), atol=1e-4, rtol=1e-4)
     assert (recorder.captures, recorder.replays) == (1, 1)
     assert compilations() == before, "what a thread has compiled was compiled again"
 
@@ -122,8 +138,9 @@ def test_what_cannot_be_compiled_is_captured_as_it_is(
             pass
     assert compiler.reason is not None and "no compiler found" in compiler.reason
     assert "CUDA graphs run uncompiled" in caplog.text
-    cache = target.new_cache(1, room(1))
-    actual = target.forward(torch.zeros(1, 1, dtype=torch.int64), chain_parents(1, 1), cache).logits
+    cache, node = target.new_cache(1, room(1)), torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(WORTH_CALLS):
+        actual = target.forward(node, chain_parents(1, 1), cache).logits
     plain = target_of("llama", CPU)
     expected = plain.forward(torch.zeros(1, 1, dtype=torch.int64), chain_parents(1, 1), plain.new_cache(1, 20)).logits
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
@@ -190,3 +207,26 @@ def test_draft_passes_are_those_of_an_uncompiled_drafter(tiny_target_dir: Path, 
     assert recorder.replays == 3 and compilations() == 1
     for plain, compiled in zip(actual[:3], actual[3:], strict=True):
         torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_what_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the compiler works in the background; else it is an error."""
+
+    class Broken:
+        captures = 0
+
+        def capture(self, call: object) -> Any:
+            self.captures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    target, recorder, compiler = target_of("llama", CPU), Broken(), Compiler(CPU, in_background=True)
+    target.capture(recorder, compiler)
+    compiler.reason = "not needed here"
+    node, plain = torch.zeros(1, 1, dtype=torch.int64), target_of("llama", CPU)
+    expected = plain.forward(node, chain_parents(1, 1), plain.new_cache(1, 20)).logits
+    with caplog.at_level(logging.WARNING):
+        for _ in range(WORTH_CALLS + 2):
+            cache = target.new_cache(1, room(1))
+            torch.testing.assert_close(target.forward(node, chain_parents(1, 1), cache).logits, expected)
+    assert recorder.captures == 1 and caplog.text.count("Steps run without CUDA graphs") == 1
+    assert "CUDA out of memory" in caplog.text

@@ -20,14 +20,15 @@ class CapturedDraftPass(DraftPass):
     def __init__(self, network: DFlashNetwork, host: CapturedHost) -> None:
         super().__init__(network, host)
         self._device = network.fc.weight.device
-        self._graphs, self._compiler = Graphs(host.recorder, self._device), host.compiler
-        self._compiled = compiled(self._through_layers, {0: (0, 1), 1: (1, 3), 2: (0,)})
+        self._graphs = Graphs(host.recorder, self._device, host.compiler)
+        layers = range(2, 2 + self.config.num_hidden_layers)
+        self._compiled = compiled(self._through_layers, {0: (0, 1), 1: (0,)} | dict.fromkeys(layers, (0, 2)))
 
     def draft_tokens(
         self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         # A pass with a window is not captured, because it reads other KV slots each time.
-        (batch, count), compiler = tokens.shape, self._compiler
+        batch, count = tokens.shape
         slots = slot_bucket(max(state.lengths) + count)
         if window is not None or slots > state.capacity:
             return super().draft_tokens(state, tokens, first, window)
@@ -36,29 +37,38 @@ class CapturedDraftPass(DraftPass):
             return super().draft_tokens(state, tokens, first, window)
 
         def draft(store: Tensor, tokens: Tensor, starts: Tensor) -> list[Tensor]:
-            uncompiled = compiler is None or compiler.reason is not None
-            run = self._through_layers if uncompiled else self._compiled
-            hidden = run(self._embed(tokens), store, starts)[:, first:]
+            run = self._compiled if self._graphs.compiles else self._through_layers
+            hidden = run(self._embed(tokens), starts, *store.unbind(0))[:, first:]
             return [hidden, self._head(hidden)]
 
+        like = store.new_empty(len(store), store.size(2), store.size(4))
         kind = (SEVERAL[0] if batch > 1 else 1, SEVERAL[1] if count > 1 else 1)
 
         def warm_up() -> None:
-            for memory in scratch(store, *kind):
+            for memory in scratch(like, *kind):
                 zeros = torch.zeros(kind, dtype=torch.int64, device=self._device)
                 draft(memory, zeros, zeros.new_zeros(kind[0]))
 
         key = (place(store), batch, count, slots, first)
         inputs = [tokens, torch.tensor(state.lengths)]
-        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), *kind), warm_up):
+        call = partial(draft, store[..., :slots, :])
+        results = self._graphs.run(key, call, inputs, count - first, kind, warm_up)
+        if results is None:
             return super().draft_tokens(state, tokens, first, window)
-        hidden, logits = self._graphs.run(key, partial(draft, store[..., :slots, :]), inputs, count - first)
+        hidden, logits = results
         return hidden, logits
 
-    def _through_layers(self, block: Tensor, store: Tensor, starts: Tensor) -> Tensor:
-        """Run all layers over blocks of embeddings `[B, N, H]` behind committed tokens `[B]` int64."""
-        config, slots, count = self.config, store.size(3), block.size(1)
+    def _through_layers(self, block: Tensor, starts: Tensor, *stores: Tensor) -> Tensor:
+        """Run all layers over blocks.
+
+        Args:
+            block: Embeddings `[B, N, H]`.
+            starts: Numbers of committed tokens `[B]` int64.
+            stores: Keys and values of each layer, `[B, heads, slots, D]`, which inductor writes to in place only where
+                they are arguments of their own.
+        """
+        config, slots, count = self.config, stores[0].size(2), block.size(1)
         at = starts[:, None] + torch.arange(count, device=starts.device)
         visible = {kind: self._visible(starts, at, kind, slots) for kind in set(config.layers)}
         masks = {kind: grouped_mask(seen, self._group, block.dtype) for kind, seen in visible.items()}
-        return self._through(block, at, self._angles(at), masks, store, slice(0, slots))
+        return self._through(block, at, self._angles(at), masks, stores, slice(0, slots))

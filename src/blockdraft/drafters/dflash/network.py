@@ -251,15 +251,16 @@ class DraftPass(DraftRunner):
         slots: Tensor,
         rotary: tuple[Tensor, Tensor],
         masks: Mapping[LayerAttention, Tensor | None],
-        store: Tensor,
+        stores: Sequence[Tensor] | Tensor,
         seen: slice,
     ) -> Tensor:
         """Run the layers over a block, and write its keys and values to `slots`. Attention reads the slots `seen`."""
         config, scale = self.config, self.config.head_dim**-0.5
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            write_nodes(store[layer], torch.cat([keys, values], dim=2), slots)
-            keys, values = store[layer, :, :, seen].split(config.num_key_value_heads, dim=1)
+            own = stores[layer]
+            write_nodes(own, torch.cat([keys, values], dim=2), slots)
+            keys, values = own[:, :, seen].split(config.num_key_value_heads, dim=1)
             return attend_grouped(queries, keys, values, masks[config.layers[layer]], scale, causal=False)
 
         return self.network.through_layers(block, *rotary, attend)

@@ -247,7 +247,15 @@ def empty_interleaved(kinds: Sequence[str], outputs: int, inputs: int, lanes: in
 
 
 @cache
+def usual_block(kind: str) -> QuantizedWeight:
+    """Return a quantized matrix of one block as it is read."""
+    _, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    block = READERS[kind](torch.full((1, 1, size), USUAL_BYTE, dtype=torch.uint8))
+    assert isinstance(block, QuantizedWeight), kind
+    return block
+
+
 def bytes_held(kind: str) -> float:
     """Return the bytes of memory per value of a quantized matrix once it is read."""
-    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return READERS[kind](torch.full((1, 1, size), USUAL_BYTE, dtype=torch.uint8)).nbytes / values
+    block = usual_block(kind)
+    return block.nbytes / block.codes.numel()

@@ -28,7 +28,7 @@ class CapturedAutoregressive(AutoregressivePass):
 
     def __init__(self, network: AutoregressiveNetwork, host: CapturedHost) -> None:
         super().__init__(network, host)
-        self._graphs, self._compiler = Graphs(host.recorder, network.like.device), host.compiler
+        self._graphs = Graphs(host.recorder, network.like.device, host.compiler)
         self._kept = network.kept
         self._compiled = compiled(self._level, {0: (0, 2), 1: (0, 2), 2: (0,), 3: (0,), 4: (0,)})
 
@@ -53,10 +53,10 @@ class CapturedAutoregressive(AutoregressivePass):
         if not all(is_memory for _, is_memory in views):
             return None
         memories, inputs = [view for view, _ in views], [anchor, torch.tensor(state.lengths)]
-        compiler = self._compiler
+        likes = [view.new_empty(1, view.size(1), view.size(3)) for view in memories]
 
         def draft(memories: Sequence[Tensor], anchor: Tensor, lengths: Tensor) -> list[Tensor]:
-            level = self._level if compiler is None or compiler.reason is not None else self._compiled
+            level = self._compiled if self._graphs.compiles else self._level
             keys, values, known = memories
             tokens, probs = [anchor], list[Tensor]()
             rows = torch.arange(len(anchor), device=anchor.device)
@@ -70,15 +70,16 @@ class CapturedAutoregressive(AutoregressivePass):
         several = SEVERAL[0] if batch > 1 else 1
 
         def warm_up() -> None:
-            ones = torch.ones(several, dtype=torch.int64, device=known.device)
-            layouts = [scratch(view.unsqueeze(0), several, draft_tokens) for view in memories]
+            ones = torch.ones(several, dtype=torch.int64, device=likes[0].device)
+            layouts = [scratch(like, several, draft_tokens) for like in likes]
             for alike in zip(*layouts, strict=True):
                 draft([memory[0] for memory in alike], ones, ones)
 
         key = (*map(place, memories), batch, draft_tokens, slots)
-        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), several), warm_up):
+        results = self._graphs.run(key, partial(draft, memories), inputs, draft_tokens, several, warm_up)
+        if results is None:
             return None
-        tokens, probs = self._graphs.run(key, partial(draft, memories), inputs, draft_tokens)
+        tokens, probs = results
         mark(PASS)
         tokens = torch.cat([anchor[:, None], tokens], dim=1)
         return (tokens, None) if seconds is None else _cut(tokens, probs, seconds, calibration)

@@ -77,14 +77,16 @@ class Compiler:
         in_background: Whether to compile in a thread.
 
     Attributes:
+        in_background: The same.
         reason: Why a compilation in the background failed, after which callers do without; else None.
     """
 
     reason: str | None = None
 
     def __init__(self, device: torch.device, in_background: bool) -> None:
-        self._device, self._in_background = device, in_background
+        self._device, self.in_background = device, in_background
         self._begun, self._done = set[Hashable](), set[Hashable]()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def ready(self, key: Hashable, warm_up: Callable[[], object]) -> bool:
         """Return whether functions are compiled for some kind of sizes, or never will be, and no thread compiles.
@@ -99,26 +101,26 @@ class Compiler:
         """
         if key not in self._begun and self.reason is None:
             self._begun.add(key)
-            if self._in_background:
-                threading.Thread(target=self._compile, args=(key, warm_up), name="compiler", daemon=True).start()
+            if self.in_background:
+                # A thread of which the interpreter waits for the end: torch crashes if it is killed.
+                threading.Thread(target=self._compile, args=(key, warm_up), name="compiler").start()
             else:
                 self._compile(key, warm_up)
-        return (key in self._done or self.reason is not None) and not COMPILING.locked()
+        is_idle = len(self._begun) == len(self._done) and not COMPILING.locked()
+        return is_idle if self.reason is None else not COMPILING.locked()
 
     def _compile(self, key: Hashable, warm_up: Callable[[], object]) -> None:
-        on_gpu = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if on_gpu else None
-        with COMPILING, torch.no_grad(), torch.cuda.stream(stream):
-            if self.reason is not None:
+        with COMPILING, torch.no_grad(), torch.cuda.stream(self._stream):
+            if self.reason is not None or not threading.main_thread().is_alive():
                 return
             try:
                 warm_up()
-                if stream is not None:
-                    stream.synchronize()
+                if self._stream is not None:
+                    self._stream.synchronize()
                 self._done.add(key)
             except Exception as error:  # of any kind: torch.compile runs compilers, whose errors have many classes
                 reason = f"torch.compile failed: {' '.join(str(error).split()[:MOST_WORDS])}"
-                if not self._in_background:
+                if not self.in_background:
                     raise UsageError(f"{reason}. Use compile auto or off (--compile off).") from error
                 self.reason = reason
                 logging.getLogger(__name__).warning("CUDA graphs run uncompiled, which is slower: %s.", reason)

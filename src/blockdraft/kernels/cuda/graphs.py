@@ -8,7 +8,8 @@ at the address and in the layout of an earlier one replays its graphs.
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
+import logging
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.kernels.cuda.compiler import COMPILING, SEVERAL, Compiler, compiled_layers
+from blockdraft.kernels.cuda.compiler import COMPILING, MOST_WORDS, SEVERAL, Compiler, compiled_layers
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.decoder_layer import DecoderLayer, RunLayer
+from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.draft_network import DraftHost
 
 MOST_NODES = 320  # nodes of the largest captured forward pass, padding included
 MOST_GRAPHS = 32  # graphs per owner; each keeps its results in memory
 WARM_UPS = 2  # calls before a capture
+WORTH_CALLS = 3  # calls with one key, from which on a capture in the background of other work pays
+MOST_CALLS = 1024  # keys whose calls are counted
 
 Call: TypeAlias = Callable[..., list[Tensor]]
 
@@ -63,7 +66,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        with torch.cuda.device(self._device):
+        # One capture or compilation at a time. Other threads may use the GPU meanwhile, such as those of other targets.
+        with COMPILING, torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
@@ -71,7 +75,8 @@ class CudaRecorder:
                     call()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with COMPILING, kept_garbage(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            with kept_garbage(), captured:
                 results = call()
         return results, graph.replay
 
@@ -95,26 +100,51 @@ class Graph(NamedTuple):
 
 
 class Graphs:
-    """Graphs of one owner, which read its weights. The least recently used ones are dropped."""
+    """Graphs of one owner, which read its weights. The least recently used ones are dropped.
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        self._recorder, self._device = recorder, device
+    Args:
+        recorder: Makes the graphs.
+        device: Device of their tensors.
+        compiler: Compiles what the graphs hold, or None. If it does so in the background, graphs may come late or
+            never: only what is called for the third time is captured, and if that fails, nothing is any more.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device, compiler: Compiler | None = None) -> None:
+        self._recorder, self._device, self._compiler = recorder, device, compiler
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._calls = Counter[Hashable]()
+        self._failed = False
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
+    @property
+    def compiles(self) -> bool:
+        """Whether what the graphs hold is to be compiled."""
+        return self._compiler is not None and self._compiler.reason is None
 
-    def run(self, key: Hashable, call: Call, inputs: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Return the first `count` nodes of each result `[B, N, ...]` of `call(*inputs)`.
+    def run(
+        self,
+        key: Hashable,
+        call: Call,
+        inputs: Sequence[Tensor],
+        count: int,
+        kind: Hashable = None,
+        warm_up: Callable[[], object] = list,
+    ) -> list[Tensor] | None:
+        """Return the first `count` nodes of each result `[B, N, ...]` of `call(*inputs)`, or None without a graph.
 
         Args:
             key: Everything that `call` depends on except the numbers in the inputs: shapes, and memory that it reads or
                 writes. If there is a graph for the key, it is replayed, and `call` is not called.
             inputs: Tensors on the device or on the CPU.
+            kind, warm_up: What to compile before a capture, as in `Compiler.ready`.
+
+        Raises:
+            UsageError: There is no compiler in the background, and the call cannot be compiled or captured.
         """
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._captured(call, inputs)
+            graph = self._made(key, call, inputs, kind, warm_up)
+            if graph is None:
+                return None
             self._graphs[key] = graph
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
@@ -124,14 +154,35 @@ class Graphs:
         graph.replay()
         return [result[:, :count].clone() for result in graph.results]
 
+    def _made(
+        self, key: Hashable, call: Call, inputs: Sequence[Tensor], kind: Hashable, warm_up: Callable[[], object]
+    ) -> Graph | None:
+        if self._compiler is None:
+            return self._captured(call, inputs)
+        if self._failed or not self._compiler.ready((id(self), kind), warm_up):
+            return None
+        if not self._compiler.in_background:
+            return self._captured(call, inputs)
+        self._calls[key] += 1
+        if len(self._calls) > MOST_CALLS:
+            self._calls.clear()
+        if self._calls[key] < WORTH_CALLS:
+            return None
+        try:
+            return self._captured(call, inputs)
+        except UsageError as error:
+            self._failed = True
+            logging.getLogger(__name__).warning("Steps run without CUDA graphs, which is slower. %s", error)
+            return None
+
     def _captured(self, call: Call, inputs: Sequence[Tensor]) -> Graph:
         own = [torch.empty(source.shape, dtype=source.dtype, device=self._device) for source in inputs]
         _fill(own, inputs)
         try:
             results, replay = self._recorder.capture(lambda: call(*own))
             return Graph(inputs=own, results=results, replay=replay)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # of any kind, such as those of torch.compile
+            reason = " ".join(str(error).split()[:MOST_WORDS])
             raise UsageError(
                 f"A CUDA graph could not be captured: {reason}. Use compile off (--compile off)."
             ) from error
@@ -155,17 +206,20 @@ def room(capacity: int) -> int:
     return slot_bucket(capacity + MOST_PADDING) + 1
 
 
-def scratch(store: Tensor, batch: int, nodes: int) -> list[Tensor]:
+def scratch(like: Tensor, batch: int, nodes: int) -> list[Tensor]:
     """Return zeros in all layouts of a view of a memory, `[layers, B, heads, slots, D]`, for nodes on empty sequences.
+
+    Args:
+        like: `[layers, heads, D]`, empty or not.
 
     torch.compile tells views of all sequences of a memory from others, and contiguous ones, so there is one slot more
     for each sequence.
     """
-    layers, _, heads, _, size = store.shape
+    layers, heads, size = like.shape
     slots = slot_bucket(nodes)
     cache = KVCache(batch, slots + 1)
     totals = [count * (slots + 1) for count in ({batch, batch + 1} if batch > 1 else {batch})]
-    return [cache.view(store.new_zeros(layers, heads, total, size), nodes, slots)[0] for total in totals]
+    return [cache.view(like.new_zeros(layers, heads, total, size), nodes, slots)[0] for total in totals]
 
 
 def place(store: Tensor) -> Hashable:
@@ -186,7 +240,7 @@ class CapturedDecoder:
         self.recorder, self.compiler = recorder, compiler
         self._decoder = decoder
         self._compiled_layer = None if compiler is None else compiled_layers()
-        self._graphs = Graphs(recorder, decoder.device)
+        self._graphs = Graphs(recorder, decoder.device, compiler)
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
     def forward(
@@ -209,7 +263,7 @@ class CapturedDecoder:
             target_layers: As in `Decoder.forward`.
 
         Returns:
-            As `Decoder.forward`; None while the compiler works.
+            As `Decoder.forward`; None as in `Graphs.run`.
         """
         decoder, (batch, count), padded = self._decoder, tokens.shape, depths.size(1)
         slots = slot_bucket(max(lengths) + padded)
@@ -223,28 +277,27 @@ class CapturedDecoder:
                 grouped_mask(visible_slots(starts, within, positions, window, slots), self._group, decoder.dtype)
                 for window in decoder.config.windows
             ]
-            stores, run = store.unbind(0), self._run_layer()
+            stores = store.unbind(0)
+            run = self._compiled_layer if self._graphs.compiles and self._compiled_layer else DecoderLayer.__call__
             logits, hidden_states = decoder(tokens, positions, at, masks, stores, target_layers, run_layer=run)
             return [logits] if hidden_states is None else [logits, hidden_states]
 
+        like = store.new_empty(1, store.size(2), store.size(4))  # the memory itself may go while a thread compiles
         several, nodes = SEVERAL if self._group != SEVERAL[0] else (SEVERAL[0] + 1, SEVERAL[1])
         kind = (several if batch > 1 else 1, nodes if padded > 1 else 1)
 
         def warm_up() -> None:
-            for memory in scratch(store[:1], *kind):
+            for memory in scratch(like, *kind):
                 zeros = torch.zeros(kind, dtype=torch.int64, device=decoder.device)
                 within = torch.zeros(*kind, kind[1], dtype=torch.bool, device=decoder.device)
-                same_for_all = memory.expand(len(store), -1, -1, -1, -1)
+                same_for_all = memory.expand(len(decoder.layers), -1, -1, -1, -1)
                 score(same_for_all, zeros, zeros.new_zeros(kind[0]), zeros, within)
 
         key = (place(store), batch, padded, slots, tuple(target_layers))
         inputs = [F.pad(tokens, (0, padded - count)), torch.tensor(lengths), depths, within]
-        compiler = self.compiler
-        if compiler is not None and key not in self._graphs and not compiler.ready((id(self), *kind), warm_up):
+        call = partial(score, store[..., :slots, :])
+        results = self._graphs.run(key, call, inputs, count, kind, warm_up)
+        if results is None:
             return None
-        logits, *hidden_states = self._graphs.run(key, partial(score, store[..., :slots, :]), inputs, count)
+        logits, *hidden_states = results
         return logits, hidden_states[0] if hidden_states else None
-
-    def _run_layer(self) -> RunLayer:
-        fails = self.compiler is not None and self.compiler.reason is not None
-        return DecoderLayer.__call__ if self._compiled_layer is None or fails else self._compiled_layer

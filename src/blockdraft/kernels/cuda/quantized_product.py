@@ -22,7 +22,7 @@ LEAST_TILE = 16  # the smallest size of a Triton product
 COLUMNS, SPANNED = 32, 64  # outputs of a program, and bytes of each one's codes that it reads at a time
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]
     x,
     codes,
@@ -79,19 +79,24 @@ def multiply_codes(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | Non
     It is an operation of torch's, since torch.compile does not look into Triton's functions everywhere.
     """
     (rows, inputs), outputs = x.shape, len(codes)
+    if rows > MOST_ROWS:
+        weight = PackedCodes(codes, scale, offset, bits)
+        parts = (weight.channels(slice(first, first + WIDENED)) for first in range(0, outputs, WIDENED))
+        return torch.cat([F.linear(x, part.dequantize().to(x.dtype)) for part in parts], dim=-1)
     out = x.new_empty(rows, outputs)
-    _multiply[(-(-outputs // COLUMNS),)](
-        x, codes, scale, scale if offset is None else offset, out,
-        rows, outputs, inputs, x.stride(0), BITS=bits, HAS_OFFSET=offset is not None,
-        GROUP=inputs // scale.size(1), ROWS=max(LEAST_TILE, 1 << (rows - 1).bit_length()),
-        COLUMNS=COLUMNS, SPANNED=SPANNED,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _multiply[(-(-outputs // COLUMNS),)](
+            x, codes, scale, scale if offset is None else offset, out,
+            rows, outputs, inputs, x.stride(0), BITS=bits, HAS_OFFSET=offset is not None,
+            GROUP=inputs // scale.size(1), ROWS=max(LEAST_TILE, 1 << (rows - 1).bit_length()),
+            COLUMNS=COLUMNS, SPANNED=SPANNED,
+        )  # fmt: skip
     return out
 
 
 @multiply_codes.register_fake
 def _(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) -> Tensor:
-    return x.new_empty(len(x), len(codes))
+    return x.new_empty(x.size(0), codes.size(0))  # len() would make torch.compile take the number for constant
 
 
 @dataclass(frozen=True)
@@ -156,9 +161,6 @@ class PackedCodes:
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `x @ weight.T`, `[n, in]` to `[n, out]` in the dtype of x."""
-        if len(x) > MOST_ROWS:
-            parts = (self.channels(slice(first, first + WIDENED)) for first in range(0, len(self.codes), WIDENED))
-            return torch.cat([F.linear(x, part.dequantize().to(x.dtype)) for part in parts], dim=-1)
         out: Tensor = multiply_codes(x, self.codes, self.scale, self.offset, self.bits)
         return out
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, GGUFFile, dense, open_gguf
+from blockdraft.formats.gguf import FLOATS, GGUFFile, bytes_held, dense, open_gguf, usual_block
 from blockdraft.formats.stored import FEW_BITS, Stored
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
@@ -85,7 +85,9 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     made = build(kind, store, wanted.head_divisor, not matrices <= set(FLOATS)) if packs else None
     library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
     keeps = on_cpu or (device.type == "cuda" and options.compile != "off" and find_spec("triton") is not None)
-    needed, mapped = weights.nbytes(kind if on_cpu else dtype, few=keeps), library is not None and origin.is_worth_it()
+    held = bytes_held if on_cpu else partial(held_on_gpu, dtype=dtype)
+    needed = weights.nbytes(kind if on_cpu else dtype, keeps, held)
+    mapped = library is not None and origin.is_worth_it()
     fits = check_memory(file, needed, free_bytes(device), device, mapped)
 
     def read(name: str) -> Tensor | QuantizedWeight:
@@ -121,6 +123,14 @@ def file_packing(weights: GGUFWeights, read: Read, library: Library) -> Make:
     """Return a function that packs the matrices of one product, straight from the file where the library can."""
     otherwise = packing(read, library)
     return lambda names: weights.packed(names, library) or otherwise(names)
+
+
+def held_on_gpu(kind: str, dtype: torch.dtype) -> float:
+    """Return at most the bytes of memory on a GPU per value of a quantized matrix, alone or fused with others."""
+    block = usual_block(kind)
+    if block.floating:
+        return dtype.itemsize
+    return 0.5 + 4 / 32 if block.bits == 4 else 1 + 4 / 16  # codes, and two factors of 16 bits per group
 
 
 def fusing_on_gpu(read: Read, device: torch.device, dtype: torch.dtype) -> ReadFused:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -69,12 +69,16 @@ class GGUFWeights:
     def kinds(self) -> set[str]:
         return {tensor.kind for tensor in self.tensors.values()}
 
-    def nbytes(self, floats: torch.dtype, few: bool = True) -> int:
-        """Return the bytes of the weights, with unquantized ones (or all, without `few`) in the dtype `floats`."""
+    def nbytes(self, floats: torch.dtype, few: bool = True, held: Callable[[str], float] = bytes_held) -> int:
+        """Return the bytes of the weights, with unquantized ones (or all, without `few`) in the dtype `floats`.
+
+        Args:
+            held: Bytes per value of a quantized matrix of some type.
+        """
         total = 0.0
         for name, tensor in self.tensors.items():
             is_float = not few or tensor.kind in FLOATS or name in self.expanded
-            total += math.prod(tensor.shape) * (floats.itemsize if is_float else bytes_held(tensor.kind))
+            total += math.prod(tensor.shape) * (floats.itemsize if is_float else held(tensor.kind))
         return round(total)
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
