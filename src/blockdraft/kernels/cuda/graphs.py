@@ -113,7 +113,7 @@ class Graphs:
         self._recorder, self._device, self._compiler = recorder, device, compiler
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._calls = Counter[Hashable]()
-        self._failed = False
+        self._failed, self._name = False, object()
 
     @property
     def compiles(self) -> bool:
@@ -159,7 +159,7 @@ class Graphs:
     ) -> Graph | None:
         if self._compiler is None:
             return self._captured(call, inputs)
-        if self._failed or not self._compiler.ready((id(self), kind), warm_up):
+        if self._failed or not self._compiler.ready((self._name, kind), warm_up):
             return None
         if not self._compiler.in_background:
             return self._captured(call, inputs)
@@ -209,11 +209,11 @@ def room(capacity: int) -> int:
 def scratch(like: Tensor, batch: int, nodes: int) -> list[Tensor]:
     """Return zeros in all layouts of a view of a memory, `[layers, B, heads, slots, D]`, for nodes on empty sequences.
 
-    Args:
-        like: `[layers, heads, D]`, empty or not.
-
     torch.compile tells views of all sequences of a memory from others, and contiguous ones, so there is one slot more
     for each sequence.
+
+    Args:
+        like: `[layers, heads, D]`, any numbers.
     """
     layers, heads, size = like.shape
     slots = slot_bucket(nodes)
@@ -270,8 +270,7 @@ class CapturedDecoder:
         assert padded <= MOST_NODES and slots <= store.size(3), (padded, slots, store.shape)
 
         def score(store: Tensor, tokens: Tensor, starts: Tensor, depths: Tensor, within: Tensor) -> list[Tensor]:
-            slots = store.size(3)
-            count = tokens.size(1)
+            count, slots = tokens.size(1), store.size(3)
             positions, at = starts[:, None] + depths, starts[:, None] + torch.arange(count, device=starts.device)
             masks = [
                 grouped_mask(visible_slots(starts, within, positions, window, slots), self._group, decoder.dtype)
