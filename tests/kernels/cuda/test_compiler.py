@@ -220,8 +220,8 @@ def test_what_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFi
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     target, recorder, compiler = target_of("llama", CPU), Broken(), Compiler(CPU, in_background=True)
-    target.capture(recorder, compiler)
     compiler.reason = "not needed here"
+    target.capture(recorder, compiler)
     node, plain = torch.zeros(1, 1, dtype=torch.int64), target_of("llama", CPU)
     expected = plain.forward(node, chain_parents(1, 1), plain.new_cache(1, 20)).logits
     with caplog.at_level(logging.WARNING):
