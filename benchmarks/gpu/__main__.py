@@ -96,12 +96,12 @@ def page(found: dict[str, Any], command: str) -> str:
     for one in found["runs"]:
         parts.append(f"## {one['shape']}, {one['backend']}")
         for each in one["contexts"]:
-            counted = {name: found for name, found in each["kernels"].items() if found is not None}
-            told = [f"{name} {count:.0f}, idle {100 * idle:.0f} %" for name, (count, idle) in counted.items()]
+            profiled = {name: kernels for name, kernels in each["kernels"].items() if kernels is not None}
+            counts = [f"{name} {count:.0f}, idle {100 * idle:.0f} %" for name, (count, idle) in profiled.items()]
             parts.append(
                 f"Context {each['context']}: plain {each['plain_tokens_per_second']:.1f} tokens/s, "
                 f"{100 * each['share_of_roofline']:.0f} % of the roofline; kernels a step: "
-                f"{'; '.join(told) or 'not measured'}."
+                f"{'; '.join(counts) or 'not measured'}."
             )
             lines = [
                 [name, f"{1000 * c['total']:.2f}", f"{c['R']:.2f}"]

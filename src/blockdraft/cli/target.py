@@ -265,10 +265,10 @@ def load(
 
 
 def compile_at_once(target: Target) -> None:
-    """Let a target on a GPU compile and capture what runs for the first time before it runs, to be measured."""
+    """Let a target on a GPU compile and capture everything before it runs, so that measurements hold no eager steps."""
     compiler = getattr(getattr(target, "captured", None), "compiler", None)
     if compiler is not None:
-        compiler.in_background = False
+        compiler.compile_at_once()
 
 
 def quiet() -> None:

@@ -257,8 +257,9 @@ class DraftLMDrafter(Drafter):
 
 def load(path: Path, target: Target) -> DraftLMDrafter:
     dtype = None if is_gguf(path) else target.dtype  # a GGUF file has a dtype of its own
-    captured = target.device.type != "cuda" or getattr(target, "captured", None) is not None
-    compile: Compile = "auto" if captured else "off"
+    # On a GPU a draft model is compiled where its target is.
+    is_eager = target.device.type == "cuda" and getattr(target, "captured", None) is None
+    compile: Compile = "off" if is_eager else "auto"
     model = load_target(path, dtype, target.device, compile=compile, threads=torch.get_num_threads())
     return DraftLMDrafter(model, target)
 

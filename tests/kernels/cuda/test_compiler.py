@@ -16,9 +16,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
+from blockdraft.cli.target import compile_at_once
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
 from blockdraft.kernels.cuda import compiler as module
 from blockdraft.kernels.cuda.compiler import Compiler, compiled_layers
 from blockdraft.kernels.cuda.graphs import WORTH_CALLS, CapturedDecoder, room
@@ -230,3 +232,36 @@ def test_what_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFi
             torch.testing.assert_close(target.forward(node, chain_parents(1, 1), cache).logits, expected)
     assert recorder.captures == 1 and caplog.text.count("Steps run without CUDA graphs") == 1
     assert "CUDA out of memory" in caplog.text
+
+
+def test_measurements_wait_for_what_is_being_compiled() -> None:
+    begin, compiler = threading.Event(), Compiler(CPU, in_background=True)
+    compiled_in = list[str]()
+    compiler.ready("a", lambda: (begin.wait(60), compiled_in.append(threading.current_thread().name)))
+    threading.Timer(0.1, begin.set).start()
+    compiler.compile_at_once()
+    assert compiled_in == ["compiler"] and compiler.ready("a", list)
+    assert compiler.ready("b", lambda: compiled_in.append(threading.current_thread().name))
+    assert compiled_in == ["compiler", threading.current_thread().name]
+
+
+def test_a_failure_at_once_is_an_error_each_time() -> None:
+    def fail() -> None:
+        raise RuntimeError("no compiler found")
+
+    compiler = Compiler(CPU, in_background=False)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="no compiler found"):
+            compiler.ready("a", fail)
+    compiler = Compiler(CPU, in_background=True)
+    compiler.ready("a", fail)
+    with pytest.raises(UsageError, match="no compiler found. Use compile off"):
+        compiler.compile_at_once()
+
+
+def test_benchmarks_compile_at_once() -> None:
+    target, compiler = target_of("llama", CPU), Compiler(CPU, in_background=True)
+    compile_at_once(target)  # not captured: nothing to wait for
+    target.captured = CapturedDecoder(target.decoder, Recorder(), compiler)
+    compile_at_once(target)
+    assert not compiler.in_background

@@ -18,7 +18,7 @@ from blockdraft.errors import UsageError
 from blockdraft.nn.decoder_layer import RunLayer
 
 MOST_SHAPES = 64  # versions of a function that torch.compile keeps
-MOST_WORDS = 40  # of an error of torch.compile, to be told
+MOST_WORDS = 40  # of an error message of torch.compile that are shown
 SEVERAL = 3, 5  # sequences and nodes to compile for, where there may be any number from two on
 COMPILING = threading.Lock()  # held by a thread that compiles, and during a capture, which work of others would break
 
@@ -77,7 +77,7 @@ class Compiler:
         in_background: Whether to compile in a thread.
 
     Attributes:
-        in_background: The same.
+        in_background: Whether what is new is compiled in a thread.
         reason: Why a compilation in the background failed, after which callers do without; else None.
     """
 
@@ -86,6 +86,7 @@ class Compiler:
     def __init__(self, device: torch.device, in_background: bool) -> None:
         self._device, self.in_background = device, in_background
         self._begun, self._done = set[Hashable](), set[Hashable]()
+        self._threads: list[threading.Thread] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def ready(self, key: Hashable, warm_up: Callable[[], object]) -> bool:
@@ -103,11 +104,24 @@ class Compiler:
             self._begun.add(key)
             if self.in_background:
                 # A thread of which the interpreter waits for the end: torch crashes if it is killed.
-                threading.Thread(target=self._compile, args=(key, warm_up), name="compiler").start()
+                self._threads.append(threading.Thread(target=self._compile, args=(key, warm_up), name="compiler"))
+                self._threads[-1].start()
             else:
                 self._compile(key, warm_up)
         is_idle = len(self._begun) == len(self._done) and not COMPILING.locked()
         return is_idle if self.reason is None else not COMPILING.locked()
+
+    def compile_at_once(self) -> None:
+        """Wait for what is being compiled, and compile everything else before it runs.
+
+        Raises:
+            UsageError: A compilation failed.
+        """
+        for thread in self._threads:
+            thread.join()
+        if self.reason is not None:
+            raise UsageError(f"{self.reason}. Use compile off (--compile off).")
+        self.in_background = False
 
     def _compile(self, key: Hashable, warm_up: Callable[[], object]) -> None:
         with COMPILING, torch.no_grad(), torch.cuda.stream(self._stream):
@@ -121,6 +135,7 @@ class Compiler:
             except Exception as error:  # of any kind: torch.compile runs compilers, whose errors have many classes
                 reason = f"torch.compile failed: {' '.join(str(error).split()[:MOST_WORDS])}"
                 if not self.in_background:
+                    self._begun.discard(key)
                     raise UsageError(f"{reason}. Use compile auto or off (--compile off).") from error
                 self.reason = reason
                 logging.getLogger(__name__).warning("CUDA graphs run uncompiled, which is slower: %s.", reason)
