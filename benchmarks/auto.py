@@ -23,6 +23,7 @@ from benchmarks.harness.command import Parser, in_words
 from benchmarks.harness.models import why_uncompiled
 from benchmarks.harness.report import number, table, write_files
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
+
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine.adaptive.costs import Costs, Points, Probe, measure
 from blockdraft.evaluation.prompts import read_prompt_sets

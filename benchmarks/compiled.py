@@ -31,11 +31,11 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
-
 from benchmarks.harness.command import Parser, in_words, listed
 from benchmarks.harness.interleaving import time_interleaved
 from benchmarks.harness.models import forward_calls
 from benchmarks.sizes.widen import TARGET, widen
+
 from blockdraft.kernels.cpu import build
 from blockdraft.kernels.cpu.build import begun
 from blockdraft.kernels.cpu.library import Library, Pool

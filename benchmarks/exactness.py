@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for those who start it as a s
 
 from benchmarks.harness.command import Parser, in_words
 from benchmarks.harness.report import table
+
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.evaluation.prompts import read_prompt_sets

@@ -25,6 +25,7 @@ from benchmarks.harness.command import CORES, Parser, in_words
 from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.harness.report import table
+
 from blockdraft.cli.display import progress
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine, loops

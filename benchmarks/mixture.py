@@ -28,11 +28,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-
 from benchmarks.harness.command import CORES, Parser, tell
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.report import table
+from gguf import GGMLQuantizationType
+
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine

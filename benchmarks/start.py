@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.harness.command import CORES, Parser, tell
 from benchmarks.harness.report import table
+
 from blockdraft.machine import cache_folder
 
 IDLE = ("--help", "models", "cache list", "env")  # commands that load no model

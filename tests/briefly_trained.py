@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from benchmarks.server import chats
 from transformers import AutoTokenizer
 
-from benchmarks.server import chats
-from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
-from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.plugins import parts
 from blockdraft.settings import read_settings
 from blockdraft.targets import BUNDLED, load_target
-from blockdraft.training.devices import make_accelerator
-from blockdraft.training.job import TrainingJob
-from blockdraft.training.trainer import run_folder, train
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft_train.data.writer import DataWriter
+from blockdraft_train.devices import make_accelerator
+from blockdraft_train.job import TrainingJob
+from blockdraft_train.trainer import run_folder, train
 
 PROMPTS, TOKENS = 32, 64
 

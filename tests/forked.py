@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-MODULES = ["blockdraft.cli", "blockdraft.drafters", "blockdraft.training.trainer", "matplotlib.pyplot", "transformers"]
+MODULES = ["blockdraft.cli", "blockdraft.drafters", "blockdraft_train.trainer", "matplotlib.pyplot", "transformers"]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 

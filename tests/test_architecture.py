@@ -61,7 +61,7 @@ PARTS = {
 NAMING = {
     "blockdraft.plugins",
     "blockdraft.formats.zlab",
-    "blockdraft.radar.drafting",
+    "blockdraft_radar.drafting",
     "blockdraft.tools.inspect.drafters",
 }
 
@@ -266,7 +266,7 @@ SMALL = [
         ("blockdraft.drafters.dflash.compiled", "from blockdraft.drafters.dflash.drafter import DRAFTER", True),
         ("blockdraft.nn.cache", "from .layers import RMSNorm\nfrom . import attention", False),
         ("blockdraft.engine.stats", "from ..drafters.base import Drafter\nfrom blockdraft import targets", False),
-        ("blockdraft.drafters.dflash.train", "from blockdraft.drafters.dflash.network import Net", False),
+        ("blockdraft_train.variants.dflash", "from blockdraft.drafters.dflash.network import Net", False),
     ],
 )
 def test_wrong_order_is_reported(importer: str, source: str, is_wrong: bool) -> None:
@@ -293,5 +293,5 @@ def test_named_plugins_and_kinds_are_reported() -> None:
     asking = "def f(x): return isinstance(x, (int, network.DFlashNetwork))"
     [report] = kinds_asked_for([*SMALL, Module("blockdraft.tools.inspect.look", asking)])
     assert report.startswith("blockdraft.tools.inspect.look asks whether something is a DFlashNetwork of dflash")
-    assert kinds_asked_for([*SMALL, Module("blockdraft.drafters.dflash.train", asking)]) == []
-    assert kinds_named([Module("blockdraft.radar.step", "SERIAL = {'mtp'}")], {"mtp"}) == {"blockdraft.radar.step"}
+    assert kinds_asked_for([*SMALL, Module("blockdraft_train.variants.dflash", asking)]) == []
+    assert kinds_named([Module("blockdraft_radar.step", "SERIAL = {'mtp'}")], {"mtp"}) == {"blockdraft_radar.step"}

@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM
 
 import blockdraft
 from blockdraft import cli
-from blockdraft.diffusion.settings import DiffusionRecipe
 from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.serving.metrics import PREFIX, Metrics
 from blockdraft.serving.openai.chat import ChatRequest
 from blockdraft.settings import from_text, read_settings
-from blockdraft.training.variant import find_variant
 from blockdraft.types import Drafting
+from blockdraft_diffusion.settings import DiffusionRecipe
+from blockdraft_train.variant import find_variant
 
 ROOT = Path(__file__).parents[1]
 PAIR = Path(blockdraft.__file__).parent / "pair/tiny"
@@ -42,10 +42,10 @@ PAGES = sorted(
 
 # Commands and Python blocks (by their first line) that are parsed and not run, and why.
 INSIDE = "an excerpt of the engine, with its names"
-PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
+PROCESSES = "starts several processes of accelerate; packages/train/tests/test_devices.py does that"
 SERVER = "needs a running server; tests/cli/test_bench_server.py has one"
 SERVE = "serves until it is stopped; tests/serving/test_run.py does that"
-FIT = "takes hours; tests/tools/fit/test_run.py runs the steps"
+FIT = "takes hours; packages/train/tests/fit/test_run.py runs the steps"
 PULLS = "downloads a model; tests/models/test_pull.py has an index of its own"
 PULLED = "needs SmolLM2; tests/models runs it"
 GPU = "needs a GPU and a model of the hub"
@@ -111,10 +111,10 @@ NOT_RUN = {
     "blockdraft inspect smollm2-drafter --target smollm2-dense": PULLED,
     "import openvino_genai as ov": "tests/engines/test_openvino.py runs that engine",
     "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
-    "tests/tools/test_push.py has a stand-in for it",
+    "packages/train/tests/test_push.py has a stand-in for it",
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",
     "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
-    "tests/tools/doctor/test_doctor.py examines the same pair",
+    "packages/train/tests/doctor/test_doctor.py examines the same pair",
     "from openai import OpenAI": "needs a running server; tests/clients has one",
     "proposal = drafter.propose(state, anchor, plan)": INSIDE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "

@@ -1,11 +1,36 @@
+import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from blockdraft import drafters
+from blockdraft import drafters, load_target
+from blockdraft.errors import UsageError
 from blockdraft.formats import quantized
-from blockdraft.plugins import FILES, FOLDERS, RUNNERS, plugin_names, plugins, runner_class
+from blockdraft.plugins import (
+    COMMANDS,
+    DRAFTERS,
+    KINDS,
+    PACKAGES,
+    RUNNERS,
+    drafter_modules,
+    entry_points,
+    install_hint,
+    load_all,
+    part_names,
+    plugin_names,
+    plugins,
+    runner_class,
+)
+
+DRAFTER = """
+from blockdraft.drafters import DrafterSpec
+
+DRAFTER = DrafterSpec(lambda folder, target: None, by_name=True)
+"""
+Install = Callable[[str, str, Path], None]
 
 
 def test_files_of_another_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,24 +43,80 @@ def test_files_of_another_folder_are_found(tmp_path: Path, monkeypatch: pytest.M
     assert plugins(quantized.__name__)["mine"].VALUE == 3
 
 
-def test_every_file_of_a_drafter_is_registered() -> None:
+def test_every_drafter_of_the_core_is_listed() -> None:
     root = Path(drafters.__path__[0])
-    folders = {path.parent.name for path in root.glob("*/drafter.py")}
-    assert set(FOLDERS) == folders
-    for name, files in FOLDERS.items():
-        parts = {"drafter", "layout", "train", "checks", "gguf", "speculators"}
-        assert set(files) == {part for part in parts if (root / name / f"{part}.py").is_file()}
-    registered = {path.stem for path in root.glob("*.py") if "\nDRAFTER = " in path.read_text()}
-    assert set(FILES) == registered
+    modules = {path.stem for path in root.glob("*.py") if "\nDRAFTER = " in path.read_text()}
+    assert set(KINDS) == modules | {path.parent.name for path in root.glob("*/drafter.py")}
+    assert {"dflash", "eagle3", "mtp"} <= set(part_names("layout")) and "none" not in part_names("layout")
+
+
+def test_a_plugin_is_found_and_a_broken_one_is_named_once(
+    tmp_path: Path, installed_plugin: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "one_of_mine.py").write_text(DRAFTER)
+    (tmp_path / "broken_of_mine.py").write_text("raise RuntimeError('no such luck')\n")
+    points = "[blockdraft.drafters]\nmine = one_of_mine\nbroken = broken_of_mine\nabsent = not_there\n"
+    installed_plugin("my-drafters", points, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            report = drafter_modules()
+    assert report["mine"].DRAFTER.by_name and not {"broken", "absent"} & set(report)
+    assert [("my-drafters" in line, "no such luck" in line) for line in caplog.messages] == [
+        (True, False),
+        (True, True),
+    ]
+    del sys.modules["one_of_mine"]
+
+
+def test_a_plugin_does_not_replace_a_drafter_of_the_core(tmp_path: Path, installed_plugin: Install) -> None:
+    (tmp_path / "another_lookup.py").write_text(DRAFTER)
+    installed_plugin("another", "[blockdraft.drafters]\nlookup = another_lookup\n", tmp_path)
+    assert drafter_modules()["lookup"].__name__ == "blockdraft.drafters.lookup"
+
+
+def test_the_first_of_two_packages_has_a_name(
+    tmp_path: Path, installed_plugin: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    for package in ("b-package", "a-package"):
+        installed_plugin(package, f"[blockdraft.pages]\nsame = {package[0]}_pages:page\n", tmp_path)
+        (tmp_path / f"{package[0]}_pages.py").write_text(f"page = {package!r}\n")
+    assert load_all("blockdraft.pages")["same"] == "a-package"
+    assert "b-package" in caplog.text and "Uninstall" in caplog.text
+    del sys.modules["a_pages"]
+
+
+def test_what_this_projects_packages_bring_is_what_they_register() -> None:
+    for package, groups in PACKAGES.items():
+        for group, names in groups.items():
+            registered = {n for n, entry in entry_points(group).items() if entry.dist and entry.dist.name == package}
+            architectures = {name for name in names if group == DRAFTERS and name != name.lower()}
+            assert set(names) - architectures == registered
+
+
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, blockdraft: Callable[..., tuple[int, str, str]]
+) -> None:
+    assert install_hint(COMMANDS, "train") == "pip install blockdraft-train"
+    assert install_hint(COMMANDS, "no such command") is None
+    for module in ("plugins", "cli.options", "targets", "drafters.load"):
+        if hasattr(sys.modules[f"blockdraft.{module}"], "entry_points"):
+            monkeypatch.setattr(f"blockdraft.{module}.entry_points", lambda group: {})
+    code, _, err = blockdraft("train", "dflash")
+    assert code == 2 and err == "error: The command train is not installed; pip install blockdraft-train brings it.\n"
+    with pytest.raises(
+        UsageError, match="backend is 'jax', which is not installed; pip install blockdraft-jax brings it"
+    ):
+        load_target("bundled", backend="jax")
+    code, _, err = blockdraft("generate", "--drafter", "block_diffusion", "Hello")
+    assert code == 2 and "pip install blockdraft-diffusion" in err
 
 
 @pytest.mark.parametrize("backend", RUNNERS)
 def test_every_runner_can_be_imported(backend: str) -> None:
-    """Also without the packages of its backend."""
     for architecture in RUNNERS[backend]:
-        assert isinstance(runner_class(SimpleNamespace(architecture=architecture), backend), type)
+        assert isinstance(runner_class(SimpleNamespace(architecture=architecture), RUNNERS[backend]), type)
 
 
 def test_other_networks_have_no_runner() -> None:
-    assert runner_class(SimpleNamespace(architecture=None), "compiled") is None
-    assert runner_class(SimpleNamespace(), "captured") is None
+    assert runner_class(SimpleNamespace(architecture=None), RUNNERS["compiled"]) is None
+    assert runner_class(SimpleNamespace(), RUNNERS["captured"]) is None

@@ -10,19 +10,19 @@ from accelerate.state import AcceleratorState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.data.documents import Document, tokenizer_fingerprint
-from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft_diffusion.flow.network import FlowConfig, FlowNetwork
+from blockdraft_train.data.documents import Document, tokenizer_fingerprint
+from blockdraft_train.data.writer import DataWriter
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.data.documents import Document, tokenizer_fingerprint
-from blockdraft.data.target_layers import target_hidden_states
-from blockdraft.data.writer import DataWriter
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
-from blockdraft.training import checkpoints
-from blockdraft.training.batches import PackedSequences
-from blockdraft.training.objectives import Slots
-from blockdraft.training.variant import Variant
 from blockdraft.types import SamplingParams
+from blockdraft_train import checkpoints
+from blockdraft_train.batches import PackedSequences
+from blockdraft_train.data.documents import Document, tokenizer_fingerprint
+from blockdraft_train.data.target_layers import target_hidden_states
+from blockdraft_train.data.writer import DataWriter
+from blockdraft_train.objectives import Slots
+from blockdraft_train.variant import Variant
 
 LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
 
@@ -29,7 +29,7 @@ LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's picture takes longer than its few steps. Who looks at it asks for the fixture `with_pictures`."""
     if "with_pictures" not in request.fixturenames:
-        monkeypatch.setattr("blockdraft.training.trainer.draw_curves", lambda log, path: True)
+        monkeypatch.setattr("blockdraft_train.trainer.draw_curves", lambda log, path: True)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from benchmarks.harness import interleaving
 from benchmarks.harness.command import PROMPTS, ROOT, Parser, in_words, listed
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.report import table, write_files
+
 from blockdraft.engine import loops
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.models.places import located

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-
 from benchmarks.gpu import smoke
 from benchmarks.gpu.measure import PARAMS, copy_bandwidth, forced_rate, profile_kernels, time_step
 from benchmarks.gpu.shapes import SHAPES, Shape, build, bytes_per_token
 from benchmarks.harness.command import ROOT, Parser, command_line, listed, tell
 from benchmarks.harness.report import table, write_files
+
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter

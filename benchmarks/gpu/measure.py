@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from benchmarks.harness.interleaving import time_interleaved
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.interleaving import time_interleaved
 from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter

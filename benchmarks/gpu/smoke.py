@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from benchmarks.gpu.measure import PARAMS, copy_bandwidth, profile_kernels, time_step
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
 from benchmarks.harness.command import tell
+
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.none import NoDrafter

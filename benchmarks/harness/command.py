@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-
 from benchmarks.harness.process import PeerError
+
 from blockdraft.errors import BlockdraftError
 from blockdraft.settings import describe, read_settings
 

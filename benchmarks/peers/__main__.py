@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from benchmarks.harness import command
 from benchmarks.harness.process import PeerError, PeerProcess, Processes
 from benchmarks.harness.records import Records
@@ -36,6 +35,7 @@ from benchmarks.peers.measure import (
     rates_at_once,
 )
 from benchmarks.peers.registry import DFLASH, REFERENCE, choose
+
 from blockdraft.cli import display
 from blockdraft.drafters import entries
 from blockdraft.engine.text import encode

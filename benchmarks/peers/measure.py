@@ -12,6 +12,7 @@ from benchmarks.harness import interleaving
 from benchmarks.harness.process import PeerError, Processes, Progress
 from benchmarks.harness.records import Records
 from benchmarks.peers.registry import PLAIN, REFERENCE
+
 from blockdraft.engine import loops
 
 MANY = "decode_many"  # a request with several prompts

@@ -1,7 +1,7 @@
 """How near projections of `blockdraft radar` come to speeds that others published.
 
 Prints hits and misses, and writes benchmarks/radar/accuracy.md. With --fit, the constants of the classes of devices
-(src/blockdraft/radar/constants.toml) are first fitted on the half of the figures that does not judge.
+(packages/radar/src/blockdraft_radar/constants.toml) are first fitted on the half of the figures that does not judge.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from benchmarks.harness.command import ROOT, Parser
 from benchmarks.harness.report import write_files
 from benchmarks.radar.accuracy import ASKED, fit, page, percent, shares, verdicts
 from benchmarks.radar.published import published
-from blockdraft.radar.step import CONSTANTS, Constants, constants
+
+from blockdraft_radar.step import CONSTANTS, Constants, constants
 
 
 def constants_toml(head: str, fitted: Mapping[str, Constants]) -> str:

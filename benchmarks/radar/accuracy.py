@@ -9,11 +9,12 @@ from typing import Any
 
 from benchmarks.harness.report import table
 from benchmarks.radar.published import Figure, Measured, published
+
 from blockdraft.models import Drafter
-from blockdraft.radar.devices import find, machine_of
-from blockdraft.radar.project import Interval, Projection, batch_for, project
-from blockdraft.radar.shape import Shape, read_shape
-from blockdraft.radar.step import Constants, constants
+from blockdraft_radar.devices import find, machine_of
+from blockdraft_radar.project import Interval, Projection, batch_for, project
+from blockdraft_radar.shape import Shape, read_shape
+from blockdraft_radar.step import Constants, constants
 
 NEAR = 0.3  # of the published figure
 ASKED = {"near": 2 / 3, "inside": 0.9}  # shares of figures that are near, and inside the interval

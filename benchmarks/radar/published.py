@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from blockdraft.radar.devices import DeviceClass, find
+from blockdraft_radar.devices import DeviceClass, find
 
 if sys.version_info >= (3, 11):
     import tomllib

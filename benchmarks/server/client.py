@@ -17,7 +17,6 @@ from typing import Any
 
 import h11
 import numpy as np
-
 from benchmarks.harness.process import REASON_LENGTH
 from benchmarks.peers.adapters.serve import serve
 

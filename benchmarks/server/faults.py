@@ -282,8 +282,8 @@ def run(out: Path) -> list[str]:
 def serve_failing() -> None:
     """Run `blockdraft serve` with a target that fails at the marker."""
     import torch
-
     from benchmarks.soak.faults import Faults, InjectedFault, Wrapped
+
     from blockdraft import targets
     from blockdraft.cli import main
 

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from benchmarks.harness.command import digest, tell
 from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.process import PeerError, PeerProcess, peak_bytes
@@ -24,6 +22,8 @@ from benchmarks.server.client import Figures, Heard, figures
 from benchmarks.server.servers import HOST, Server, llama, ours
 from benchmarks.sizes.pairs import parameters
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
+from pydantic import Field
+
 from blockdraft.settings import Count, Layers, Natural, Texts, settings
 
 SERVER, PLAIN, ENGINE = "server", "server-plain", "engine"  # ours with drafting and without, and no server at all

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import transformers
-
 from benchmarks.harness.models import why_uncompiled
 from benchmarks.peers.adapters.serve import Missing, serve
 from benchmarks.server.client import Heard
+
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import Chunk, loops
 

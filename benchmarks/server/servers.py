@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-
 from benchmarks.harness.command import ROOT
 from benchmarks.harness.process import PeerError, last_words
 from benchmarks.peers import environments

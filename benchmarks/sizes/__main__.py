@@ -20,7 +20,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
-
 from benchmarks.harness import interleaving
 from benchmarks.harness.command import CORES, PROMPTS, ROOT, Parser, digest, in_words, keep_settings, listed, tell
 from benchmarks.harness.process import PeerProcess
@@ -30,6 +29,7 @@ from benchmarks.sizes import pairs, report
 from benchmarks.sizes.measure import Run, Task, measure, tasks
 from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, memory, start, ways
 from benchmarks.sizes.widen import TARGET
+
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.targets import load_target_text

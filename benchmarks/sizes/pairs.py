@@ -9,13 +9,13 @@ from math import prod
 from pathlib import Path
 
 import torch
+from benchmarks.gpu.shapes import SHAPES, WEIGHT_SCALE, Shape, draft_config
+from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu.shapes import SHAPES, WEIGHT_SCALE, Shape, draft_config
-from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import write_checkpoint
 

@@ -13,6 +13,7 @@ from benchmarks.harness import interleaving
 from benchmarks.harness.report import log_scale, number, picture, spread, table
 from benchmarks.sizes.measure import ANSWERS, Run
 from benchmarks.sizes.ways import BITS, EXACT, LLAMA, OURS, PLAIN, Way
+
 from blockdraft.engine import loops
 
 GB = 2**30

@@ -15,10 +15,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from benchmarks.harness.command import Parser
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.harness.command import Parser
 from blockdraft import targets
 
 TARGET = Path(targets.BUNDLED)

@@ -18,12 +18,12 @@ from dataclasses import asdict
 from typing import Any
 
 import psutil
-
 from benchmarks.harness.command import PROMPTS, ROOT, Parser, report_failures
 from benchmarks.harness.report import write_files
 from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget
 from benchmarks.soak.load import Load, known_answers, outcome
 from benchmarks.soak.report import SHORTEST_MINUTES, Sample, grown_too_much, growth, picture_of, summary_table
+
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
 MOST_OFF = 0.10  # of the engine's own figure for its memory

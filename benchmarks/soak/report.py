@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from benchmarks.harness.report import picture, table
 
 WARM_UP = 0.3  # share of a run before memory must be flat

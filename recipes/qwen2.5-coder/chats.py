@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.data.documents import Document
+from blockdraft_train.data.documents import Document
 
 
 class ChatTokens:

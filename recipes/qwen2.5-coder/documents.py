@@ -13,9 +13,9 @@ from prompts import read_lines
 from shards import read_shards
 
 from blockdraft import load_target
-from blockdraft.data.documents import tokenizer_fingerprint
-from blockdraft.data.writer import DataWriter
 from blockdraft.targets.fingerprint import target_fingerprint
+from blockdraft_train.data.documents import tokenizer_fingerprint
+from blockdraft_train.data.writer import DataWriter
 
 VALIDATION = 50  # one task of so many
 COPIES = ("edit", "repair")  # kinds whose responses repeat their prompts, which prompt lookup drafts

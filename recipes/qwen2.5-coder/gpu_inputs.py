@@ -30,8 +30,8 @@ from prompts import grams, measured_grams, read_lines
 from responses import FIM_TOKENS, RESPONSE_TOKENS
 from shards import read_shards
 
-from blockdraft.data.documents import Document
 from blockdraft.targets import load_target_text
+from blockdraft_train.data.documents import Document
 
 LONGEST = 1024  # tokens of a document
 LONGEST_PROMPT = 600  # tokens

@@ -31,18 +31,18 @@ from responses import FIM_ENDS, PROMPT_TOKENS, REPEAT, beginning, unfit
 from safetensors.torch import load_file, save_file
 
 from blockdraft import SamplingParams, load_target
-from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
-from blockdraft.data.loops import KEPT_TOKENS, loop_begin
-from blockdraft.data.writer import DataWriter
-from blockdraft.drafters.eagle3.train import Eagle3Recipe
 from blockdraft.targets import embedding_and_head
 from blockdraft.targets.native import NativeTarget
-from blockdraft.training import hidden_state_sources
-from blockdraft.training.devices import make_accelerator
-from blockdraft.training.job import TrainingJob
-from blockdraft.training.progress import Progress
-from blockdraft.training.schedule import Schedule
-from blockdraft.training.trainer import Trainer
+from blockdraft_train import hidden_state_sources
+from blockdraft_train.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft_train.data.loops import KEPT_TOKENS, loop_begin
+from blockdraft_train.data.writer import DataWriter
+from blockdraft_train.devices import make_accelerator
+from blockdraft_train.job import TrainingJob
+from blockdraft_train.progress import Progress
+from blockdraft_train.schedule import Schedule
+from blockdraft_train.trainer import Trainer
+from blockdraft_train.variants.eagle3 import Eagle3Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "smollm2"))
 import batched  # noqa: E402

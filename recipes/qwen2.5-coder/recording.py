@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft import load_target
-from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
-from blockdraft.data.hidden_states import plan_hidden_states, read_hidden_states
-from blockdraft.data.settings import HiddenStateSettings
-from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, target_fingerprint
+from blockdraft_train.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft_train.data.hidden_states import plan_hidden_states, read_hidden_states
+from blockdraft_train.data.settings import HiddenStateSettings
+from blockdraft_train.data.writer import DataWriter
 
 FILE_TOKENS = 8192
 CLOSED = 64  # sequences that are kept until their task ends

@@ -32,10 +32,10 @@ from recording import Recorder, RecordingDrafter
 from shards import Shards, read_shards
 
 from blockdraft import Engine, SamplingParams, load_target
-from blockdraft.data.loops import KEPT_TOKENS, loop_begin
 from blockdraft.engine import Chunk, Request
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
+from blockdraft_train.data.loops import KEPT_TOKENS, loop_begin
 
 PROMPT_TOKENS, RESPONSE_TOKENS, FIM_TOKENS = 256, 512, 128
 PROMPT_TEMPERATURE, PROMPT_TOP_P = 1.0, 0.95

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.data.records import Message
-from blockdraft.data.responders import Response
 from blockdraft.engine import loops
 from blockdraft.kernels.cuda.graphs import CudaRecorder
 from blockdraft.nn.attention import ExactAttention
 from blockdraft.nn.decoder import Decoder
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.responders import Response
 
 STEPS = 16  # steps between two looks at what has ended
 CHECKED = 64  # tokens of an answer after which it is searched for loops again
@@ -95,7 +95,7 @@ def kernel(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, slots
 
 
 class BatchedResponder:
-    """Responder, as `blockdraft.data.responders` has them, on a GPU; elsewhere the same without graphs.
+    """Responder, as `blockdraft_train.data.responders` has them, on a GPU; elsewhere the same without graphs.
 
     Args:
         rows: Rows of the batch.

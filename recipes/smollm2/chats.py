@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.data.documents import Document
-from blockdraft.data.loops import KEPT_TOKENS
+from blockdraft_train.data.documents import Document
+from blockdraft_train.data.loops import KEPT_TOKENS
 
 
 class Chat:

@@ -13,9 +13,9 @@ from chats import documents
 from prompts import PublicPrompts
 
 from blockdraft import load_target
-from blockdraft.data.documents import tokenizer_fingerprint
-from blockdraft.data.writer import DataWriter
 from blockdraft.targets.fingerprint import target_fingerprint
+from blockdraft_train.data.documents import tokenizer_fingerprint
+from blockdraft_train.data.writer import DataWriter
 
 VALIDATION = 50  # of so many tasks one is for validation
 

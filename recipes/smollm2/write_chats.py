@@ -25,10 +25,10 @@ from chats import Chat, kept, sha
 from prompts import PATTERN, SYSTEM, PublicPrompts, key, kind_of, measured_grams, unfit
 
 from blockdraft import Engine, SamplingParams, load_target
-from blockdraft.data.loops import loop_begin
-from blockdraft.data.responders import EngineResponder, Responder
 from blockdraft.targets import Target
 from blockdraft.targets.native import NativeTarget
+from blockdraft_train.data.loops import loop_begin
+from blockdraft_train.data.responders import EngineResponder, Responder
 
 PROMPT_TEMPERATURE, PROMPT_TOP_P = 0.9, 0.95
 AGAIN = 0.7  # temperature at which a repetitive output is drawn anew

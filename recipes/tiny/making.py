@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.training.progress import read_log, run_folder
+from blockdraft_train.progress import read_log, run_folder
 
 NAME = "making.jsonl"  # in the target's folder
 

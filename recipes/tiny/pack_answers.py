@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from blockdraft import load_target
-from blockdraft.data.documents import Document, tokenizer_fingerprint
-from blockdraft.data.writer import DataWriter
+from blockdraft_train.data.documents import Document, tokenizer_fingerprint
+from blockdraft_train.data.writer import DataWriter
 
 MIN_TOKENS = 4  # of an answer that is kept
 

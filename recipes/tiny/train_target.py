@@ -39,7 +39,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from blockdraft.engine import loops
 from blockdraft.formats.folder import with_rope_theta
 from blockdraft.machine import multiplies_bfloat16
-from blockdraft.training.optimizers import Muon
+from blockdraft_train.optimizers import Muon
 
 # Shares of the documents drawn, by kind; generated problems of at most EASY_STEPS steps are "easy".
 MIXTURES = {

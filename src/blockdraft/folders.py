@@ -1,4 +1,4 @@
-"""Folders that only one process at a time may write, and that appear whole or not at all."""
+"""Folders and files that appear whole or not at all, and folders that only one process at a time may write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -89,3 +89,50 @@ def clear_remains(path: str | Path) -> None:
             if (scratch / "old").exists() and not path.exists():
                 (scratch / "old").rename(path)
             shutil.rmtree(scratch)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file under another name and rename it, so that it appears whole or not at all.
+
+    Raises UsageError if it cannot be written, for instance because the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}); what was finished before it stays.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_free(folder: Path) -> None:
+    """Raise UsageError unless a folder is empty or absent. Remains of a killed `write_file` do not count."""
+    if folder.exists() and (not folder.is_dir() or any(path.suffix != ".tmp" for path in folder.iterdir())):
+        raise UsageError(f"{folder} holds other files; choose another folder for --out.")
+
+
+def check_writable(folder: Path) -> None:
+    """Raise UsageError unless a folder can be written to or made. Nothing is made."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "may not be written to" if existing.is_dir() else "is no folder"
+        raise UsageError(f"{folder} cannot be written to, since {existing} {why}; choose another --out.")
+
+
+def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None:
+    """Raise UsageError unless these files can be written to a folder, or replaced with `overwrite`. Nothing is made."""
+    check_writable(folder)
+    for name in names:
+        if (folder / name).exists() and not overwrite:
+            raise UsageError(f"{folder / name} exists; choose another folder, or add --overwrite.")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, or clear an existing one of the remains of killed calls of `write_file`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob(".*.tmp"):
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written to ({error.strerror}); choose another --out.") from error

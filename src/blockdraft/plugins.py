@@ -1,88 +1,155 @@
-"""Registry of the drafters' modules, and the modules of other packages by name.
+"""Plugins of other packages, found through entry points, and the modules of all kinds of drafters.
 
-The tables below name what a drafter consists of. A module is imported when it is first used.
+docs/plugins.md documents the groups of entry points. A module is imported when it is first used.
 """
 
 from __future__ import annotations
 
+import logging
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-DRAFTERS = "blockdraft.drafters"
+log = logging.getLogger(__name__)
 
-# Drafters without a trained draft network: one file each, which ends in `DRAFTER`.
-FILES = ["block_diffusion", "draft_lm", "hybrid", "lookup", "none"]
+COMMANDS, DRAFTERS, TARGETS, PAGES = (f"blockdraft.{kind}" for kind in ("commands", "drafters", "targets", "pages"))
 
-# Drafters with a network: one folder each, and its files beside `network`. `drafter` ends in `DRAFTER`.
-# The files of DFlash hold the layout of flow, and the checks of DFlash2 and DSpark.
-FOLDERS: dict[str, tuple[str, ...]] = {
-    "dflash": ("drafter", "layout", "train", "checks", "gguf"),
-    "dflash2": ("drafter", "layout", "train"),
-    "dspark": ("drafter", "layout", "train"),
-    "eagle3": ("drafter", "layout", "train", "checks", "gguf"),
-    "flow": ("drafter", "train"),
-    "medusa": ("drafter", "layout", "train", "checks"),
-    "mtp": ("drafter", "layout", "train", "checks"),
+# What this project's other packages bring, for messages about what is not installed.
+PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
+    "blockdraft-train": {
+        COMMANDS: ("fit", "prompts", "data", "hidden-states", "train", "push", "doctor"),
+    },
+    "blockdraft-diffusion": {
+        COMMANDS: ("diffusion",),
+        DRAFTERS: ("block_diffusion", "flow", "FlowMapDraftModel", "A2DQwen3LMHeadModel", "BD3LM"),
+        "blockdraft_train.variants": ("flow",),
+    },
+    "blockdraft-radar": {COMMANDS: ("radar",)},
+    "blockdraft-jax": {TARGETS: ("jax",)},
+    "blockdraft-mlx": {TARGETS: ("mlx",)},
+}
+
+# This package's kinds of drafters: a module that ends in `DRAFTER`, or a package with a module for each part.
+KINDS = {
+    name: f"blockdraft.drafters.{name}"
+    for name in (
+        "dflash",
+        "dflash2",
+        "draft_lm",
+        "dspark",
+        "eagle3",
+        "hybrid",
+        "lookup",
+        "medusa",
+        "mtp",
+        "none",
+    )
 }
 
 # Runners that are faster than torch's operations: by backend, then by `DraftNetwork.architecture`.
 RUNNERS: dict[str, dict[str, str]] = {
     "compiled": {
-        "dflash": "drafters.dflash.compiled.CompiledDraftPass",
-        "dflash2": "drafters.dflash.compiled.CompiledConvolvedPass",
-        "dspark": "drafters.dflash.compiled.CompiledDraftPass",
-        "eagle3": "kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
-        "medusa": "drafters.medusa.compiled.CompiledHeads",
-        "mtp": "kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
+        "dflash": "blockdraft.drafters.dflash.compiled.CompiledDraftPass",
+        "dflash2": "blockdraft.drafters.dflash.compiled.CompiledConvolvedPass",
+        "dspark": "blockdraft.drafters.dflash.compiled.CompiledDraftPass",
+        "eagle3": "blockdraft.kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
+        "medusa": "blockdraft.drafters.medusa.compiled.CompiledHeads",
+        "mtp": "blockdraft.kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
     },
     "captured": {
-        "dflash": "drafters.dflash.captured.CapturedDraftPass",
-        "dflash2": "drafters.dflash.captured.CapturedDraftPass",
-        "dspark": "drafters.dflash.captured.CapturedDraftPass",
-        "eagle3": "kernels.cuda.captured_autoregressive.CapturedAutoregressive",
-        "mtp": "kernels.cuda.captured_autoregressive.CapturedAutoregressive",
-    },
-    "jax": {
-        "dflash": "drafters.dflash.jax.JaxDraftPass",
-        "dspark": "drafters.dflash.jax.JaxDraftPass",
-        "eagle3": "drafters.eagle3.jax.JaxEagle3",
-        "mtp": "drafters.mtp.jax.JaxMTP",
-    },
-    "mlx": {
-        "dflash": "drafters.dflash.mlx.MLXDraftPass",
-        "dflash2": "drafters.dflash.mlx.MLXDraftPass",
-        "dspark": "drafters.dflash.mlx.MLXDraftPass",
-        "eagle3": "mlx.autoregressive.MLXAutoregressive",
-        "mtp": "mlx.autoregressive.MLXAutoregressive",
+        "dflash": "blockdraft.drafters.dflash.captured.CapturedDraftPass",
+        "dflash2": "blockdraft.drafters.dflash.captured.CapturedDraftPass",
+        "dspark": "blockdraft.drafters.dflash.captured.CapturedDraftPass",
+        "eagle3": "blockdraft.kernels.cuda.captured_autoregressive.CapturedAutoregressive",
+        "mtp": "blockdraft.kernels.cuda.captured_autoregressive.CapturedAutoregressive",
     },
 }
 
 
+@cache
+def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """Return the entry points of a group by name, sorted. If two packages use one name, the first package has it."""
+    named: dict[str, metadata.EntryPoint] = {}
+    for entry in sorted(metadata.entry_points(group=group), key=lambda entry: (entry.name, _package(entry))):
+        first = named.setdefault(entry.name, entry)
+        if _package(first) != _package(entry):
+            log.warning(
+                "%s and %s both bring %r (%s); that of %s is used. Uninstall one of them.",
+                _package(first), _package(entry), entry.name, group, _package(first),
+            )  # fmt: skip
+    return named
+
+
+@cache
+def load(group: str, name: str) -> Any:
+    """Import what an entry point names. Return None, after a warning that names the plugin, if that fails."""
+    entry = entry_points(group)[name]
+    try:
+        return entry.load()
+    except Exception as error:  # a plugin may raise anything, and must not stop the others
+        log.warning(
+            "The plugin %r of %s (%s) cannot be loaded and is left out: %s: %s",
+            name, _package(entry), group, type(error).__name__, error,
+        )  # fmt: skip
+        return None
+
+
+def load_all(group: str) -> dict[str, Any]:
+    """Import what all entry points of a group name, by name, without those that cannot be imported."""
+    loaded = {name: load(group, name) for name in entry_points(group)}
+    return {name: value for name, value in loaded.items() if value is not None}
+
+
+def install_hint(group: str, name: str) -> str | None:
+    """Return the command that installs the package of this project with a plugin, or None if no package has it."""
+    packages = [package for package, groups in PACKAGES.items() if name in groups.get(group, ())]
+    return f"pip install {packages[0]}" if packages else None
+
+
+def _package(entry: metadata.EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value
+
+
+def _kinds() -> dict[str, ModuleType]:
+    """Import the module or package of each kind of drafter. This package's own precede plugins of the same name."""
+    return load_all(DRAFTERS) | {name: import_module(module) for name, module in KINDS.items()}
+
+
 def drafter_modules() -> dict[str, ModuleType]:
     """Import the module of each kind of drafter that ends in `DRAFTER`, by the name of the kind."""
-    return {name: import_module(f"{DRAFTERS}.{name}") for name in FILES} | parts("drafter")
+    return {n: module for n, module in _kinds().items() if hasattr(module, "DRAFTER")} | parts("drafter")
 
 
 def part_names(part: str) -> list[str]:
-    """Return the kinds of drafters that have a file for this part, such as "train"."""
-    return [name for name, files in FOLDERS.items() if part in files]
+    """Return the kinds of drafters that have a module for this part, such as "layout"."""
+    return [name for name, package in _kinds().items() if _has(package, part)]
 
 
 def parts(part: str) -> dict[str, ModuleType]:
-    """Import the files of all drafters for this part, by the name of the kind."""
-    return {name: import_module(f"{DRAFTERS}.{name}.{part}") for name in part_names(part)}
+    """Import the modules of all kinds of drafters for this part, by the name of the kind."""
+    kinds = _kinds()
+    return {name: import_module(f"{kinds[name].__name__}.{part}") for name in part_names(part)}
 
 
-def runner_class(network: Any, backend: str) -> Any:
-    """Return the class that runs a draft network on a backend, or None where only torch's operations do."""
-    path = RUNNERS[backend].get(getattr(network, "architecture", None) or "")
+def _has(package: ModuleType, part: str) -> bool:
+    return hasattr(package, "__path__") and find_spec(f"{package.__name__}.{part}") is not None
+
+
+def runner_class(network: Any, runners: Mapping[str, str]) -> Any:
+    """Return the class that runs a draft network, or None where only torch's operations do.
+
+    Args:
+        runners: Full names of classes by `DraftNetwork.architecture`.
+    """
+    path = runners.get(getattr(network, "architecture", None) or "")
     if path is None:
         return None
     module, _, name = path.rpartition(".")
-    return getattr(import_module(f"blockdraft.{module}"), name)
+    return getattr(import_module(module), name)
 
 
 def plugin_names(package: str) -> list[str]:

@@ -42,7 +42,7 @@ def load(path: Path | None, backend: str) -> Target:
         return load_target(path, "float32", "cpu", backend=backend, compile="off" if backend == "native" else "auto")
     import jax
 
-    from blockdraft.jax.model import local_layout
+    from blockdraft_jax.model import local_layout
 
     options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"))
     target: Target = backends()["jax"].load(path, options, local_layout(jax.local_devices()[:1]))

@@ -3,15 +3,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-
 from benchmarks import files
 from benchmarks.files import OURS, PROMPT, THEIRS, Answer, arguments, ours, prompts, report, their_ways, theirs
 from benchmarks.harness.process import PeerError, PeerProcess
+
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.models import bundled_drafter, known
 from blockdraft.targets import load_target
-from blockdraft.training.export import export_gguf
+from blockdraft.tools.export import export_gguf
 
 
 def test_ours_is_timed_as_theirs(tiny_target_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 import datasets
 import pytest
-
 from benchmarks.paper_sets import SETS, STEPS
 
 RECORDS = {

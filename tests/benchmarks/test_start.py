@@ -2,7 +2,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from benchmarks.start import Measured, arguments, commands, forget, least, run
 
 

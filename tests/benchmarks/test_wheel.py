@@ -4,7 +4,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from benchmarks import wheel
 
 TRACKED = ["README.md", "src/blockdraft/kernels/cpu/decoder.c", "src/blockdraft/pair/tiny/target/config.json"]

@@ -4,22 +4,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-sys.path.insert(0, str(Path(__file__).parent))  # for some_documents.py and some_hidden_states.py
+from blockdraft.targets import load_target_text
 
-from some_hidden_states import made  # noqa: E402
-
-from blockdraft.data.documents import TokenData  # noqa: E402
-from blockdraft.targets import Target, load_target, load_target_text  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, device="cpu")
-
-
-@pytest.fixture
-def data(tmp_path: Path, target: Target) -> TokenData:
-    return made(tmp_path / "data", target)
+sys.path.insert(0, str(Path(__file__).parent))  # for the templates of test_chats.py
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from blockdraft import Engine, load_drafter, load_target
-from blockdraft.data.documents import read_data
-from blockdraft.data.hidden_states import plan_hidden_states
-from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.settings import read_settings
-from blockdraft.training.devices import make_accelerator
-from blockdraft.training.job import TrainingJob
-from blockdraft.training.trainer import run_folder, train
-from blockdraft.training.variant import find_variant
 from blockdraft.types import Drafting
+from blockdraft_train.data.documents import read_data
+from blockdraft_train.data.hidden_states import plan_hidden_states
+from blockdraft_train.data.settings import HiddenStateSettings
+from blockdraft_train.devices import make_accelerator
+from blockdraft_train.job import TrainingJob
+from blockdraft_train.trainer import run_folder, train
+from blockdraft_train.variant import find_variant
 
 FLAGS = {"length": "40", "batch": "4", "anchors": "12", "held-out": "2", "learning-rate": "1e-2", "steps": "60"}
 FLAGS |= {"eval-prompts": "2", "eval-tokens": "6", "eval-every": "0", "save-every": "0", "save-dtype": "float32"}

@@ -11,13 +11,13 @@ from thinned import thinned
 
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import entries, load_drafter
-from blockdraft.drafters.dflash.train import DFlashFamily
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
-from blockdraft.training.export import Format, export
-from blockdraft.training.variant import find_variant, variant_names
+from blockdraft.tools.export import Format, export
 from blockdraft.types import SamplingParams
+from blockdraft_train.variant import find_variant, variant_names
+from blockdraft_train.variants.dflash import DFlashFamily
 
 # Variants that z-lab's layout can hold.
 KINDS = {

@@ -1,4 +1,4 @@
-"""Test that a new kind of drafter is one folder and a line of the registry: `toy_kind/toy` is an autoregressive drafter
+"""Test that a new kind of drafter is a package with entry points: `toy_kind/toy` is an autoregressive drafter
 with its network, layout, training and checks. It is trained, resumed, exported, inspected, examined, loaded and run."""
 
 import sys
@@ -11,36 +11,44 @@ import torch
 from safetensors.torch import load_file
 from training_fixtures import interrupted_at
 
-from blockdraft import Engine, drafters, load_drafter, load_target
-from blockdraft.data.documents import read_data
+from blockdraft import Engine, load_drafter, load_target
 from blockdraft.formats import layouts
-from blockdraft.plugins import FOLDERS
 from blockdraft.settings import read_settings
-from blockdraft.tools.doctor.examine import examine
+from blockdraft.tools.export import Format, convert, export
 from blockdraft.tools.inspect import inspect
-from blockdraft.training.devices import make_accelerator
-from blockdraft.training.export import Format, convert, export
-from blockdraft.training.job import TrainingJob
-from blockdraft.training.progress import Progress
-from blockdraft.training.trainer import run_folder, train
-from blockdraft.training.variant import find_variant, variant_names
 from blockdraft.types import Drafting
+from blockdraft_train.data.documents import read_data
+from blockdraft_train.devices import make_accelerator
+from blockdraft_train.doctor.examine import examine
+from blockdraft_train.job import TrainingJob
+from blockdraft_train.progress import Progress
+from blockdraft_train.trainer import run_folder, train
+from blockdraft_train.variant import find_variant, variant_names
 
 FLAGS = {"block-size": "5", "length": "40", "batch": "4", "anchors": "6", "held-out": "6", "learning-rate": "1e-2"}
 FLAGS |= {"eval-prompts": "2", "eval-tokens": "6", "eval-every": "10", "save-every": "2", "save-dtype": "float32"}
 Run = Callable[..., list[dict[str, Any]]]
 
 
+ENTRY_POINTS = """
+[blockdraft.drafters]
+toy = toy
+
+[blockdraft_train.variants]
+toy = toy.train
+
+[blockdraft_train.checkers]
+toy = toy.checks
+"""
+
+
 @pytest.fixture(autouse=True)
-def toy(fresh_accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Register the toy, whose folder is added to the drafters."""
-    kinds = [*drafters.__path__, str(Path(__file__).parent / "toy_kind")]
-    monkeypatch.setattr(drafters, "__path__", kinds)
-    monkeypatch.setitem(FOLDERS, "toy", ("drafter", "layout", "train", "checks"))
+def toy(fresh_accelerator: None, installed_plugin: Callable[..., None]) -> Iterator[None]:
+    """Install the toy as pip would."""
+    installed_plugin("toy", ENTRY_POINTS, Path(__file__).parent / "toy_kind")
     yield
-    for name in [name for name in sys.modules if name.startswith("blockdraft.drafters.toy")]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "toy"]:
         del sys.modules[name]
-    vars(drafters).pop("toy", None)
 
 
 @pytest.fixture

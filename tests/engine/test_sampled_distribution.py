@@ -8,12 +8,12 @@ from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_m
 from transformers import LlamaForCausalLM
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork
 from blockdraft.engine import Engine
 from blockdraft.formats.zlab import write_checkpoint
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_diffusion.flow.network import FlowConfig, FlowNetwork
 
 
 def write_flow(folder: Path, steps: int) -> Path:

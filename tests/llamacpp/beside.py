@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-
 from benchmarks.harness.process import PeerProcess
 from benchmarks.peers import environments
 from benchmarks.peers.adapters.llama_cpp import PROGRAM
+
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import load_target
-from blockdraft.training.export import ExportedGGUF
+from blockdraft.tools.export import ExportedGGUF
 from blockdraft.types import Drafting, SamplingParams
 
 TOKENS = 64

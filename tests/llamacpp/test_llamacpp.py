@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from beside import TOKENS, Ours, accepts_alike, need, peer
-from transformers import AutoTokenizer, Qwen3ForCausalLM
-
 from benchmarks.peers.adapters.llama_cpp import PROGRAM
 from benchmarks.server import chats
 from benchmarks.server.servers import HOST, LLAMA_SERVER, Server, llama
+from beside import TOKENS, Ours, accepts_alike, need, peer
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
 from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import BUNDLED as TARGET
-from blockdraft.training.export import export_gguf
+from blockdraft.tools.export import export_gguf
 
 pytestmark = pytest.mark.llamacpp
 DRAFTER = TINY_DRAFTER

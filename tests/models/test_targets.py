@@ -24,8 +24,8 @@ from blockdraft.models import (
     places,
 )
 from blockdraft.targets import BUNDLED, describe_target, load_target, load_target_text, open_checkpoint
+from blockdraft.tools.export import format_for
 from blockdraft.tools.inspect import inspect
-from blockdraft.training.export import format_for
 
 
 @pytest.fixture

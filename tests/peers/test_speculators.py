@@ -17,7 +17,7 @@ from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
 from blockdraft.nn.autoregressive import CachedAttention
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
-from blockdraft.training.export import Format, convert, export
+from blockdraft.tools.export import Format, convert, export
 from blockdraft.types import SamplingParams
 
 with warnings.catch_warnings():

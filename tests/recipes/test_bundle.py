@@ -9,9 +9,9 @@ from pathlib import Path
 import bundle
 import measure
 import pytest
+from benchmarks.sizes.widen import widen
 from making import Making, digest
 
-from benchmarks.sizes.widen import widen
 from blockdraft import Drafting
 
 Build = Callable[..., Path]

@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from blockdraft import Engine, SamplingParams, load_target
-from blockdraft.data.documents import read_data
-from blockdraft.data.hidden_states import plan_hidden_states, read_hidden_states
-from blockdraft.data.loops import loop_begin
-from blockdraft.data.settings import HiddenStateSettings
-from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.drafters import load_drafter
 from blockdraft.targets import Target
-from blockdraft.training.progress import read_log
+from blockdraft_train.data.documents import read_data
+from blockdraft_train.data.hidden_states import plan_hidden_states, read_hidden_states
+from blockdraft_train.data.loops import loop_begin
+from blockdraft_train.data.settings import HiddenStateSettings
+from blockdraft_train.data.target_layers import target_hidden_states
+from blockdraft_train.progress import read_log
 
 RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
 MODULES = (

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from blockdraft import Engine, load_target
-from blockdraft.data.documents import read_data
-from blockdraft.data.responders import EngineResponder
 from blockdraft.engine import loops
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target
-from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.documents import read_data
+from blockdraft_train.data.responders import EngineResponder
+from blockdraft_train.variant import find_variant
 
 RECIPE = Path(__file__).parents[2] / "recipes/smollm2"
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig
 
-from blockdraft.diffusion.folder import FAMILY_OF
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import checkpoint, load_target, load_target_text
 from blockdraft.types import Backend, Compile, SamplingParams
+from blockdraft_diffusion.folder import FAMILY_OF
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from transformers import (
 from transformers.tokenization_utils_base import generate_merges
 
 from blockdraft.chat_text import encode_chat
-from blockdraft.data.documents import tokenizer_fingerprint
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
@@ -27,6 +26,7 @@ from blockdraft.formats.gguf import open_gguf
 from blockdraft.targets import BUNDLED, TargetText, load_target, load_target_text, tokenizer_metadata
 from blockdraft.targets.gguf.tokenizer import SPLITS, end_ids, gguf_tokenizer
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.documents import tokenizer_fingerprint
 
 TEXTS = (
     "The lengthy, well-known story of 12345 apples; they'RE DON'T we'll It's",

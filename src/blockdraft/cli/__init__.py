@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from io import UnsupportedOperation
 from typing import Annotated
@@ -17,23 +16,42 @@ import typer
 
 from blockdraft.cli.bench import bench, bench_server
 from blockdraft.cli.chat import chat
-from blockdraft.cli.data import data, hidden_states, prompts
 from blockdraft.cli.demo import demo
-from blockdraft.cli.diffusion import diffusion
-from blockdraft.cli.doctor import doctor
-from blockdraft.cli.export import export, push
-from blockdraft.cli.fit import fit
+from blockdraft.cli.export import export
 from blockdraft.cli.generate import generate
 from blockdraft.cli.inspect import inspect
 from blockdraft.cli.machine import cache, calibrate, env
 from blockdraft.cli.models import models, pull
-from blockdraft.cli.options import Commands, RecipeCommand, add
+from blockdraft.cli.options import MACHINE, MAKE, MEASURE, RUN, Commands, CommandSpec
 from blockdraft.cli.quantize import quantize
-from blockdraft.cli.radar import radar
 from blockdraft.cli.serve import serve
-from blockdraft.cli.train import train
 from blockdraft.errors import BlockdraftError
 from blockdraft.folders import FULL
+
+Commands.specs = {
+    "generate": CommandSpec(
+        generate, RUN, common="target drafter quantize max_new_tokens temperature prompts compare as_json"
+    ),
+    "chat": CommandSpec(chat, RUN, common="target drafter quantize system max_new_tokens temperature"),
+    "serve": CommandSpec(
+        serve, RUN, common="target drafter quantize host port api_key served_model_name max_batch_size"
+    ),
+    "demo": CommandSpec(demo, RUN),
+    "models": CommandSpec(models, RUN),
+    "pull": CommandSpec(pull, RUN),
+    "quantize": CommandSpec(quantize, RUN, common="out bits calibrate"),
+    "export": CommandSpec(export, MAKE, common="out target format type"),
+    "bench": CommandSpec(
+        bench, MEASURE, common="target drafter prompts limit methods max_new_tokens temperature repeats out profile"
+    ),
+    "bench server": CommandSpec(
+        bench_server, MEASURE, common="against prompts limit concurrency max_new_tokens temperature out"
+    ),
+    "calibrate": CommandSpec(calibrate, MEASURE, common="target drafter batch_size anew as_json"),
+    "inspect": CommandSpec(inspect, MACHINE),
+    "env": CommandSpec(env, MACHINE),
+    "cache": CommandSpec(cache, MACHINE),
+}
 
 app = typer.Typer(
     cls=Commands,
@@ -42,37 +60,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-run = partial(add, app, panel="Run models")
-run(generate, common="target drafter quantize max_new_tokens temperature prompts compare as_json")
-run(chat, common="target drafter quantize system max_new_tokens temperature")
-run(serve, common="target drafter quantize host port api_key served_model_name max_batch_size")
-run(demo)
-run(models)
-run(pull)
-run(quantize, common="out bits calibrate")
-app.add_typer(diffusion, name="diffusion", rich_help_panel="Run models")
-
-make = partial(add, app, panel="Make a drafter of your own")
-make(fit, common="out target data hours dry_run")
-make(prompts, common="out target count held_out")
-make(data, common="out target regenerate server model drafter limit max_new_tokens temperature")
-make(hidden_states, "hidden-states", common="data out target target_layers dtype")
-make(train, common="target data out prompts show_recipe", kind=RecipeCommand)
-make(export, common="out target format type")
-make(push)
-
-measure = partial(add, app, panel="Measure")
-measure(bench, common="target drafter prompts limit methods max_new_tokens temperature repeats out profile")
-measure(bench_server, "bench server", common="against prompts limit concurrency max_new_tokens temperature out")
-measure(calibrate, common="target drafter batch_size anew as_json")
-measure(doctor, common="target drafter prompts as_json")
-
-look = partial(add, app, panel="This machine")
-look(radar, common="device model weights context batch task ram as_json")
-look(inspect)
-look(env)
-app.add_typer(cache, name="cache", rich_help_panel="This machine")
 
 
 def _print_version(wanted: bool) -> None:

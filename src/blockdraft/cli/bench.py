@@ -26,13 +26,13 @@ from blockdraft.cli.target import (
     compile_at_once,
     tell_unused,
 )
-from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.settings import LoadSettings, MeasureSettings
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_train.data.settings import SERVER_KEY
 
 DISCARDED = "Interrupted; the measurements are discarded, and nothing was written."
 PROMPTS = (
@@ -93,9 +93,9 @@ def bench(
     sets = read_prompt_sets(list(options.prompts), measurement.limit)
 
     from blockdraft.cli import answers
-    from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation import report, speed
     from blockdraft.evaluation.results import results
+    from blockdraft.folders import check_overwrite
 
     if options.out is not None:
         check_overwrite(options.out, [report.RESULTS], overwrite)
@@ -188,10 +188,10 @@ def bench_server(
         **asdict(load),
     }
 
-    from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation.servers import report
     from blockdraft.evaluation.servers.client import Client
     from blockdraft.evaluation.servers.measure import measure
+    from blockdraft.folders import check_overwrite
 
     key = os.environ.get(SERVER_KEY)
     places = [place for place in (url, options.against) if place is not None]

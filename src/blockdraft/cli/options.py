@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from types import NoneType
@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from blockdraft.errors import UsageError
+from blockdraft.plugins import COMMANDS, entry_points, install_hint, load
 from blockdraft.settings import Flag, SettingsError, field_info, from_text, with_flag
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -228,12 +229,36 @@ def _split(arguments: Sequence[str], known: set[str]) -> tuple[list[str], dict[s
     return own, recipe
 
 
-class Commands(TyperGroup):
-    """Commands whose names may have two words, such as `bench server`."""
+# Panels of the list of commands.
+RUN, MAKE, MEASURE, MACHINE = "Run models", "Make a drafter of your own", "Measure", "This machine"
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        words = " ".join(args[:2])
-        return super().resolve_command(ctx, [words, *args[2:]] if words in self.commands else args)
+
+@dataclass(frozen=True)
+class CommandSpec:
+    """A command: its function, and how the command line shows it.
+
+    Attributes:
+        function: Function whose parameters are settings classes, or parameters of typer, and whose docstring is the
+            help; or an application of typer with commands of its own.
+        panel: Panel in the list of commands.
+        common: Names of the options that `--help` shows, separated by spaces; "" shows all.
+        kind: How the command reads its command line.
+    """
+
+    function: Callable[..., None] | typer.Typer
+    panel: str
+    common: str = ""
+    kind: type[Command] = Command
+
+    def click_command(self, name: str) -> Any:
+        """Return the command, with one flag for each field of its settings."""
+        if isinstance(self.function, typer.Typer):
+            group: Any = typer.main.get_group(self.function)
+            group.name, group.rich_help_panel = name, self.panel
+            return group
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        add(app, self.function, name, panel=self.panel, common=self.common, kind=self.kind)
+        return typer.main.get_command(app)
 
 
 def add(
@@ -245,16 +270,39 @@ def add(
     common: str = "",
     kind: type[Command] = Command,
 ) -> None:
-    """Add a command to `app`, with `with_options`. Its docstring is the help.
-
-    Args:
-        name: By default the function's.
-        panel: Panel in the list of commands.
-        common: Names of the options that `--help` shows, separated by spaces; "" shows all.
-        kind: How the command reads its command line.
-    """
+    """Add a command to `app`. Arguments as for `CommandSpec`; `name` is by default the function's."""
     # Typer keeps the line breaks of the source from the second paragraph on.
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     own = type(kind.__name__, (kind,), {"common": frozenset(common.split())})
     app.command(name, cls=own, rich_help_panel=panel, help=text)(with_options(command))
+
+
+class Commands(TyperGroup):
+    """Commands of this package and of plugins. Names may have two words, such as `bench server`.
+
+    A plugin's command is imported and made when it is run or listed.
+    """
+
+    specs: ClassVar[Mapping[str, CommandSpec]] = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*self.specs, *(name for name in entry_points(COMMANDS) if name not in self.specs)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and (spec := self._spec(cmd_name)) is not None:
+            self.commands[cmd_name] = spec.click_command(cmd_name)
+        return self.commands.get(cmd_name)
+
+    def _spec(self, name: str) -> CommandSpec | None:
+        if name in self.specs:
+            return self.specs[name]
+        spec: CommandSpec | None = load(COMMANDS, name) if name in entry_points(COMMANDS) else None
+        return spec
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        words = " ".join(args[:2])
+        args = [words, *args[2:]] if words in self.specs else args
+        if self.get_command(ctx, args[0]) is None and (hint := install_hint(COMMANDS, args[0])) is not None:
+            raise UsageError(f"The command {args[0]} is not installed; {hint} brings it.")
+        return super().resolve_command(ctx, args)

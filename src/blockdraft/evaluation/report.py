@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
 from blockdraft.evaluation import picture
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures, Profile
 from blockdraft.evaluation.tables import SHARES, new_table, number, percent, percents
+from blockdraft.folders import make_folder, write_file
 from blockdraft.timing import PARTS
 
 RESULTS, PICTURE = "results.json", "results.png"

@@ -1,4 +1,6 @@
-"""Targets: language models whose output must not change. Each file with `load` and `RANK` is a backend.
+"""Targets: language models whose output must not change.
+
+Each module with `load` and `RANK`, of this package or named by a plugin, is a backend.
 
 `load(path, options)` raises `NotCovered` if the backend cannot run the model. "auto" tries the backends whose rank is
 not None, in ascending order. A negative rank marks a backend made for this machine, which leaves options that it lacks
@@ -8,9 +10,7 @@ to the others.
 from __future__ import annotations
 
 import logging
-import pkgutil
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, cast, get_args
@@ -21,6 +21,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.models import TINY, default_target, located
+from blockdraft.plugins import TARGETS, install_hint, load_all, plugins
 from blockdraft.targets.base import (
     LoadOptions,
     NotCovered,
@@ -62,8 +63,8 @@ log = logging.getLogger(__name__)
 
 
 def backends() -> dict[str, ModuleType]:
-    """Return the modules of the backends by name."""
-    modules = {module.name: import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)}
+    """Return the modules of the backends by name, those of plugins included."""
+    modules = load_all(TARGETS) | plugins(__name__)
     return {name: module for name, module in modules.items() if hasattr(module, "RANK")}
 
 
@@ -93,9 +94,10 @@ def load_target(
             config.json, or float32, with a warning, if a CPU lacks it. GGUF files and quantized weights use float32 on
             a CPU and bfloat16 elsewhere.
         device: Device to run on; None is the first GPU if there is one, else the CPU.
-        backend: "native" is our own decoder, for the families it supports; "hf" is transformers; "mlx" is mlx-lm (extra
-            `mlx`); "jax" runs the families of "native" on TPUs (extra `jax`). "auto" is mlx-lm on Apple silicon if it
-            is installed and supports the model, else our own decoder, else transformers.
+        backend: "native" is our own decoder, for the families it supports; "hf" is transformers; "mlx" is mlx-lm
+            (package `blockdraft-mlx`); "jax" runs the families of "native" on TPUs (package `blockdraft-jax`). "auto"
+            is mlx-lm on Apple silicon if it is installed and supports the model, else our own decoder, else
+            transformers.
         compile: How to compile the native decoder. On a CPU this machine's C compiler is used: "auto" compiles if
             possible, which takes a few seconds in the first run; "on" fails if it is not. On an NVIDIA GPU,
             torch.compile compiles the layers, and forward passes of few nodes are captured as CUDA graphs. "auto" does
@@ -127,7 +129,9 @@ def load_target(
     """
     known = backends()
     if backend != "auto" and backend not in known:
-        raise UsageError(f"backend is {backend!r}; use one of {['auto', *sorted(known)]}.")
+        hint = install_hint(TARGETS, backend)
+        remedy = f"{hint} brings it" if hint else f"use one of {['auto', *sorted(known)]}"
+        raise UsageError(f"backend is {backend!r}, which is not installed; {remedy}.")
     if compile not in get_args(Compile):
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     placed, kind = device_and_dtype(device, dtype)

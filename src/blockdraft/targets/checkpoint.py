@@ -25,7 +25,7 @@ from blockdraft.targets.model_config import AnyConfig, ModelConfig, architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Prefixes of the `model_type` of models that `blockdraft.diffusion` reads.
+# Prefixes of the `model_type` of models that `blockdraft_diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
 SCALED = ("linear", "yarn", "llama3")  # kinds of rotary embeddings that extend the context by a factor
 HUB_SECONDS = 10.0  # timeout of the hub, as in its own client

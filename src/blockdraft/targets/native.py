@@ -32,7 +32,7 @@ from blockdraft.nn.decoder_layer import DecoderLayer, Memory
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.short_convolution import ConvolutionMemory, ConvolutionWindow
-from blockdraft.plugins import runner_class
+from blockdraft.plugins import RUNNERS, runner_class
 from blockdraft.targets.base import LoadOptions, TargetOutput, set_max_context
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
@@ -257,7 +257,7 @@ class NativeTarget(CheckpointTarget):
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device)
         shared, reason = vars(self.draft_host(head)), "its target is not compiled"
-        captured, compiled = (runner_class(network, backend) for backend in ("captured", "compiled"))
+        captured, compiled = (runner_class(network, RUNNERS[backend]) for backend in ("captured", "compiled"))
         if self.captured is not None and captured is not None:
             network.to(dtype=self.dtype)
             recorder, compiler = self.captured.recorder, self.captured.compiler

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.against import __main__ as against
 from benchmarks.against.__main__ import Sample, checked_out, child, compare, line, summary
 from benchmarks.harness.process import PeerError

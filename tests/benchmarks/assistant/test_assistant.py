@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from benchmarks.assistant.__main__ import DRAFTED, LLAMA, PLAIN, PREDICTED, Run, body, report, takes
 from benchmarks.assistant.tasks import COMMIT, EDIT, FIELDS, JSON, KINDS, LINES, TESTS, make_tasks
 from benchmarks.harness.sources import source_texts

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import smoke
 from benchmarks.gpu.measure import PARAMS, forced_rate, gaps, profile_kernels, time_step
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
+
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.engine.adaptive.costs import Probe
 

@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
-
 from benchmarks.harness.command import in_words, keep_settings
 from benchmarks.harness.process import PeerError
+
 from blockdraft.errors import ClosedError
 
 

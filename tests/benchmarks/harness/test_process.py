@@ -2,9 +2,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import fake, started
-
 from benchmarks.harness.process import PeerError, PeerProcess
+from fakes import fake, started
 
 REQUEST = {"prompt": [7], "max_new_tokens": 5, "stops": [0]}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.peers.registry import PEERS, REFERENCE
+
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.peers.adapters import llama_cpp
+
 from blockdraft.formats.gguf import open_gguf
 
 

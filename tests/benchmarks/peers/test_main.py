@@ -6,11 +6,10 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from fakes import fake
-
 from benchmarks.peers import __main__ as program
 from benchmarks.peers import environments
 from benchmarks.peers.registry import PEERS, PLAIN, REFERENCE, choose
+from fakes import fake
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import fake, started, trial
-
 from benchmarks.harness.process import PeerError, Processes
 from benchmarks.harness.records import Records
 from benchmarks.peers.measure import UNTIMED, Difference, Task, Trial, differences, figures, measure
 from benchmarks.peers.registry import PLAIN, REFERENCE, Peer
+from fakes import fake, started, trial
 
 REQUEST = {"max_new_tokens": 5, "stops": [0]}
 TASKS = [Task("set", i, (10 + i, 20, 30)) for i in range(3)]

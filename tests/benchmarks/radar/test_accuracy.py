@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
-
 from benchmarks.harness.command import ROOT
 from benchmarks.radar.__main__ import constants_toml, main
 from benchmarks.radar.accuracy import ASKED, CLAIMS, claims, fit, projection, shares, verdicts
 from benchmarks.radar.published import Measured, published, read_published
+from pydantic import TypeAdapter
+
 from blockdraft.models import known
-from blockdraft.radar.devices import find, machine_of
-from blockdraft.radar.project import batch_for, project
-from blockdraft.radar.shape import read_shape
-from blockdraft.radar.step import BITS, CONSTANTS, Constants, constants
+from blockdraft_radar.devices import find, machine_of
+from blockdraft_radar.project import batch_for, project
+from blockdraft_radar.shape import read_shape
+from blockdraft_radar.step import BITS, CONSTANTS, Constants, constants
 
 if sys.version_info >= (3, 11):
     import tomllib

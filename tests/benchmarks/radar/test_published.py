@@ -4,12 +4,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from benchmarks.radar.published import Measured, published
 from pydantic import ValidationError
 
-from benchmarks.radar.published import Measured, published
 from blockdraft.models import known
-from blockdraft.radar.devices import find
-from blockdraft.radar.step import BITS
+from blockdraft_radar.devices import find
+from blockdraft_radar.step import BITS
 
 ROW: dict[str, Any] = {
     "device": "RTX 4090",

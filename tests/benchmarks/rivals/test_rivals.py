@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals.__main__ import Measured, arguments, methods_of, page
 

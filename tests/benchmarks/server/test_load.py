@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from benchmarks.harness.process import PeerError
 from benchmarks.harness.records import Records
 from benchmarks.server import __main__ as program
@@ -16,6 +15,7 @@ from benchmarks.server.client import Heard
 from benchmarks.server.load import ENGINE, LLAMA, PLAIN, SERVER, WAYS, LoadSettings, Run, Ways, broken
 from benchmarks.server.report import draw, page, ratios
 from benchmarks.server.servers import Server, gauges
+
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
 

@@ -1,14 +1,13 @@
 from pathlib import Path
 
 import pytest
-from fakes import fake, started
-from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS
-
 from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.records import Records
 from benchmarks.sizes.measure import Run, Task, measure, right_draft_tokens, tasks
 from benchmarks.sizes.ways import Way
+from fakes import fake, started
+from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS
 
 TREE = Way("ours", "bfloat16", "tree:16")
 TASKS = [Task("answers", i, (10 + i, 20), 4) for i in range(3)]

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config
-
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.sizes import pairs
+from transformers import Qwen3Config
+
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
 SMALL = Shape(

@@ -1,13 +1,12 @@
 from pathlib import Path
 
 import pytest
-from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS, run
-
 from benchmarks.harness.records import Records
 from benchmarks.sizes import report
 from benchmarks.sizes.measure import Run
 from benchmarks.sizes.report import Figures, changed, draw, page
 from benchmarks.sizes.ways import Way
+from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS, run
 
 LOOP = " ".join(["7 8 9"] * 40)
 

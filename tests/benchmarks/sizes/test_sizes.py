@@ -5,13 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import fake, started
-
 from benchmarks.harness.process import PeerProcess
 from benchmarks.peers import environments
 from benchmarks.sizes import __main__ as program
 from benchmarks.sizes import pairs
 from benchmarks.sizes.ways import Way
+from fakes import fake, started
 
 
 def test_shapes_are_measured_alone() -> None:

@@ -1,5 +1,4 @@
 import pytest
-
 from benchmarks.sizes.ways import LLAMA, OURS, Way, drafting, memory, ways
 
 

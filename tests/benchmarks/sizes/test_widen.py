@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
+
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
 QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"

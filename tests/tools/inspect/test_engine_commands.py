@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from blockdraft.targets import Target, load_target
+from blockdraft.tools.export import convert, export_gguf, format_for
 from blockdraft.tools.inspect import inspect
-from blockdraft.training.export import convert, export_gguf, format_for
 
 SCHEMAS = json.loads((Path(__file__).parent / "engine_schemas.json").read_text())
 

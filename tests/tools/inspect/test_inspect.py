@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockdraft.diffusion.create import new_model
-from blockdraft.diffusion.settings import NewSettings
 from blockdraft.drafters import TINY_DRAFTER, load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
@@ -22,9 +20,11 @@ from blockdraft.formats.trained import Trained
 from blockdraft.models import bundled_drafter, known, models_folder
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import BUNDLED, embedding_and_head, load_target
+from blockdraft.tools.export import convert, export_gguf, format_for
 from blockdraft.tools.inspect import Report, inspect
 from blockdraft.tools.inspect.drafters import HEAD_INPUT
-from blockdraft.training.export import convert, export_gguf, format_for
+from blockdraft_diffusion.create import new_model
+from blockdraft_diffusion.settings import NewSettings
 
 Variant = Callable[..., Path]
 

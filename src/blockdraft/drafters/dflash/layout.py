@@ -1,9 +1,8 @@
-"""Layouts of DFlash v1 and of flow maps."""
+"""Layouts of DFlash v1."""
 
 from __future__ import annotations
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.drafters.flow.network import FlowNetwork
 from blockdraft.formats.architectures import Architecture, LlamaCpp, Speculator
 
 DFLASH = Architecture(
@@ -16,6 +15,4 @@ DFLASH = Architecture(
     tensorrt_llm="DFlash",
     openvino=True,
 )
-# No other engine reads flow maps.
-FLOW = Architecture(("FlowMapDraftModel",), FlowNetwork, ("noise_std", "diffusion_steps"))
-ARCHITECTURES = (DFLASH, FLOW)
+ARCHITECTURES = (DFLASH,)

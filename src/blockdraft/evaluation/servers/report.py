@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
 from blockdraft.evaluation.servers.measure import Measured
 from blockdraft.evaluation.tables import SHARES, new_table, number, percents
+from blockdraft.folders import make_folder, write_file
 
 JSON = "server.json"
 NOTES = (

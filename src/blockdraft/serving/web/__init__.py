@@ -1,4 +1,4 @@
-"""The pages at `/`, a chat and a race against plain decoding, and at `/radar`, which shows what fits a device.
+"""The page at `/`, a chat and a race against plain decoding, and the pages of plugins.
 
 Each page is sent as one file that loads no others.
 """
@@ -8,18 +8,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
-from blockdraft.radar.page import page
+from blockdraft.plugins import PAGES, load_all
 
 SCRIPTS = ("page.js", "recording.js", "chat.js", "race.js", "tree.js", "editors.js", "controls.js")
 
 
 def router() -> APIRouter:
-    """Return the routes `/` and `/radar`. They need no key: the pages hold no secrets, and ask for the API's key."""
+    """Return the routes `/` and `/NAME` of each plugin's page.
+
+    They need no key: the pages hold no secrets, and ask for the API's key.
+    """
     chat = _chat_page()
     routes = APIRouter()
 
@@ -27,11 +32,13 @@ def router() -> APIRouter:
     def index() -> HTMLResponse:
         return _respond(chat)
 
-    @routes.api_route("/radar", methods=["GET", "HEAD"], include_in_schema=False)
-    def radar() -> HTMLResponse:
-        return _respond(page())  # built on the first request
-
+    for name, page in load_all(PAGES).items():
+        routes.add_api_route(f"/{name}", partial(_page, page), methods=["GET", "HEAD"], include_in_schema=False)
     return routes
+
+
+def _page(page: Callable[[], str]) -> HTMLResponse:
+    return _respond(page())  # built on the first request
 
 
 def _chat_page() -> str:

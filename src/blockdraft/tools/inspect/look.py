@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdraft.diffusion.folder import FAMILY_OF
-from blockdraft.drafters import TINY_DRAFTER, bundled_for, drafter_files, drafter_path
+from blockdraft.drafters import TINY_DRAFTER, bundled_for, drafter_files, drafter_path, entries
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
 from blockdraft.formats.folder import blaming
@@ -65,8 +64,12 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     if (layout := layout_of(raw)) is not None:
         name = next(name for name, known in layouts().items() if known is layout)
         return layout_report(place, name, layout, raw, given)
-    if _denoises(raw):
-        return _denoiser(place, raw, given)
+    if (report := _own_report(place, raw)) is not None:
+        if given is not None:
+            raise UsageError(
+                f"{place} is a {report.what}, which fits any target with the same tokens; leave --target out."
+            )
+        return report
     return _target(place, describe_target(place), given)
 
 
@@ -100,15 +103,20 @@ def _check_target(place: Path) -> None:
         "a drafter": layout_of(raw) is not None
         or (place.is_file() and is_gguf(place) and is_drafter(open_gguf(place))),
         "an adapter": raw is None and (place / ADAPTER).is_file(),
-        "a block-diffusion model": _denoises(raw),
     }
+    if (report := _own_report(place, raw)) is not None:
+        kinds[f"a {report.what}"] = True
     for kind, is_kind in kinds.items():
         if is_kind:
             raise UsageError(f"target is {place}, which is {kind}; give a causal language model.")
 
 
-def _denoises(raw: Any) -> bool:
-    return isinstance(raw, Mapping) and str(raw.get("model_type")) in FAMILY_OF
+def _own_report(place: Path, raw: Any) -> Report | None:
+    """Return the report of the kind of drafter that claims a folder and describes it itself, or None."""
+    if not isinstance(raw, Mapping):
+        return None
+    reports = (spec.inspect(place, raw) for spec in entries().values() if spec.inspect and spec.claims(raw))
+    return next(reports, None)
 
 
 def _instead(place: Path) -> str:
@@ -169,25 +177,6 @@ def _target(path: str | Path, described: Description, given: Description | None)
     remedy = shlex.join(["blockdraft", "export", "DRAFTER", "--target", name, "--format", "gguf", "--out", "DIR"])
     lines["llama.cpp"] = Start(None, "it reads GGUF files", remedy)
     return Report(name, "target", "transformers", about, starts={**ours, **lines})
-
-
-def _denoiser(place: Path, raw: Mapping[str, Any], given: Description | None) -> Report:
-    if given is not None:
-        raise UsageError(
-            f"{place} is a block-diffusion model, which fits any target with the same tokens; leave --target out."
-        )
-    files = sorted(place.glob("*.safetensors"))
-    with blaming(place):
-        tensors = open_tensors([str(file) for file in files])
-    about = {
-        "architecture": raw["model_type"],
-        "block_size": raw.get("block_size"),
-        "mask_token_id": raw.get("mask_token_id"),
-        "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
-        "bytes": sum(file.stat().st_size for file in files),
-    }
-    starts = {"blockdraft": Start(shlex.join(["blockdraft", "diffusion", "generate", "--model", str(place)]))}
-    return Report(str(place), "block-diffusion model", "transformers", about, starts=starts)
 
 
 def _adapter(place: Path, given: Description | None) -> Report:

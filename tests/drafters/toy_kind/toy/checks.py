@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
-
-from blockdraft.tools.doctor.checks import Check, VariantChecker, neighbour_target_layers
+from blockdraft_train.doctor.checks import Check, VariantChecker, neighbour_target_layers
+from toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
 
 class ToyChecker(VariantChecker):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from blockdraft.drafters.toy.network import ToyNetwork  # type: ignore[import-not-found]
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
@@ -15,6 +14,7 @@ from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.formats import read_drafter
 from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target
+from toy.network import ToyNetwork  # type: ignore[import-not-found]
 
 
 class ToyState(SequenceState):

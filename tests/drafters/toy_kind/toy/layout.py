@@ -7,13 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
-
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import Start, nowhere
 from blockdraft.formats.trained import KEYS
+from toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
 NAME = "ToyModel"
 OTHERS = ("architectures", *KEYS.values())  # keys of config.json that are not fields

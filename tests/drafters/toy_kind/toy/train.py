@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 from torch import Tensor
 
 from blockdraft.settings import Layers, settings
 from blockdraft.targets import Target
-from blockdraft.training.batches import PackedSequences, hidden_states_before
-from blockdraft.training.recipe import Recipe
-from blockdraft.training.variant import Variant
+from blockdraft_train.batches import PackedSequences, hidden_states_before
+from blockdraft_train.recipe import Recipe
+from blockdraft_train.variant import Variant
+from toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
 
 @settings

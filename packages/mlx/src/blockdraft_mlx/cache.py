@@ -1,0 +1,67 @@
+"""Key/value cache in MLX arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.nn.cache import KVCache
+from blockdraft_mlx.tensor import Array, MLXTensor, computing, mx
+
+
+class MLXCache(KVCache):
+    """A `KVCache` whose layers are MLX arrays `[heads, KV slots, D]`, written lazily.
+
+    Committing a chain changes lengths only; the nodes of any other path are gathered. One sequence is read in place,
+    and several are copied side by side.
+    """
+
+    def layer(self, layer: int, *nodes: Tensor) -> tuple[Tensor, ...]:
+        if layer not in self._layers:
+            with computing():
+                self._layers[layer] = tuple(
+                    MLXTensor(mx.zeros((node.size(1), self._slots, node.size(3)), dtype=node.array.dtype))
+                    for node in nodes
+                    if isinstance(node, MLXTensor)
+                )
+        return self._layers[layer]
+
+    def commit(self, path: Sequence[Sequence[int]]) -> None:
+        with computing():
+            super().commit(path)
+
+    def extend(self, layer: int, *nodes: Array) -> list[Array]:
+        """Write nodes `[B, heads, N, D]` behind the committed tokens, and return what `read` returns with them."""
+        count = nodes[0].shape[2]
+        stores: Any = self.layer(layer, *map(MLXTensor, nodes))
+        self.check_room(count)
+        for store, new in zip(stores, nodes, strict=True):
+            if len(self.starts) == 1:
+                first = self.starts[0] + self.lengths[0]
+                store.array[:, first : first + count] = new[0]
+            else:
+                firsts = torch.tensor(self.starts) + torch.tensor(self.lengths)
+                at = mx.array((firsts[:, None] + torch.arange(count)).numpy())
+                store.array[:, at] = new.swapaxes(0, 1)
+        return self.read(layer, count)
+
+    def read(self, layer: int, count: int = 0, first: int = 0) -> list[Array]:
+        """Return keys and values of all sequences, `[B, heads, T, D]` each, from their KV slot `first` on.
+
+        T spans the longest sequence and its `count` nodes. Beyond their own nodes, shorter sequences repeat their first
+        KV slot, which masks must hide.
+        """
+        end, stores = max(self.lengths) + count, self._layers[layer]
+        if len(self.starts) == 1:
+            start = self.starts[0]
+            return [store.array[None, :, start + first : start + end] for store in stores]  # type: ignore[attr-defined]
+        slots = torch.arange(first, end).repeat(len(self.starts), 1)
+        own = torch.tensor(self.lengths)[:, None] + count
+        at = mx.array((torch.where(slots < own, slots, 0) + torch.tensor(self.starts)[:, None]).numpy())
+        return [store.array[:, at].swapaxes(0, 1) for store in stores]  # type: ignore[attr-defined]
+
+    def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:
+        raise NotImplementedError("MLX arrays are read with `read`.")

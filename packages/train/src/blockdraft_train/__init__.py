@@ -1,0 +1,1 @@
+"""Training of drafters: data, recipes, objectives, losses and the trainer; `fit`, which chooses them; and `doctor`."""
