@@ -10,19 +10,22 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -
 
 .PHONY: demo test test-long lint check quick mutants fuzz soak against test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-rivals wheel clean
 
-demo: .venv/.installed
+demo: .venv/.core
 	.venv/bin/blockdraft demo
 
+# All packages; make test P=radar runs one, and P=core the root alone.
+TESTS = $(if $(P),$(if $(filter core,$(P)),tests,packages/$(P)/tests))
 test: .venv/.installed
-	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
+	$(PYTEST) $(TESTS) -m "not long and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
 
 # More seeds, sizes, combinations and killed processes for tests of which `make test` has a short form.
 test-long: .venv/.installed
 	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
 
+CODE = src packages tests recipes benchmarks examples conftest.py
 lint: .venv/.installed
-	.venv/bin/ruff check src tests recipes benchmarks examples
-	.venv/bin/ruff format --check src tests recipes benchmarks examples
+	.venv/bin/ruff check $(CODE)
+	.venv/bin/ruff format --check $(CODE)
 	.venv/bin/mypy
 
 # The quick round before each commit. What is linted keeps one core busy, so the tests run beside it.
@@ -67,11 +70,11 @@ test-llamacpp: .venv/.installed
 # The backend mlx, in an environment of its own: on Apple silicon as it is, elsewhere on a CPU. Three other programs for
 # MLX stand beside it.
 test-mlx: .venv-mlx/.installed
-	.venv-mlx/bin/python -m pytest -m mlx tests/mlx tests/backends tests/compatibility $(ARGS)
+	.venv-mlx/bin/python -m pytest -m mlx packages/mlx/tests tests/backends tests/compatibility $(ARGS)
 
 # The backend jax, in an environment of its own, on a CPU as eight devices; JAX finds a TPU where 'jax[tpu]' is installed.
 test-jax: .venv-jax/.installed
-	.venv-jax/bin/python -m pytest -m jax tests/jax tests/backends tests/compatibility $(ARGS)
+	.venv-jax/bin/python -m pytest -m jax packages/jax/tests tests/backends tests/compatibility $(ARGS)
 
 # Real models from the package registry, tens to hundreds of megabytes each, kept in the cache folder.
 test-models: .venv/.installed
@@ -126,41 +129,51 @@ wheel: .venv/.installed
 	.venv/bin/python -m benchmarks.wheel
 
 # The constraints name one torch release, which comes from the package index that pip is set up with.
-# Set-up runs again only when one of these two files changes.
-.venv/.installed: pyproject.toml constraints.txt
+# Set-up runs again only when one of these files changes. `make demo` needs the core alone.
+PACKAGES = packages/train packages/diffusion packages/radar packages/jax packages/mlx
+PROJECTS = pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml)
+INSTALL = $(PIP) install --quiet -c constraints.txt --no-build-isolation
+
+.venv/.core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(INSTALL) -e ".[server]"
+	touch $@
+
+# The backends jax and mlx bring their libraries only in environments of their own.
+.venv/.installed: .venv/.core $(PROJECTS)
+	$(INSTALL) -e ".[dev]" -e packages/train -e packages/diffusion -e packages/radar -e examples/plugin
+	$(INSTALL) --no-deps -e packages/jax -e packages/mlx
 	touch $@
 
 # The peers need older releases of a few packages. speculators asks for torchaudio and torchvision and imports neither; one
 # that was built for another torch would break transformers, so they go. Bytecode is left to the first import: pip would
 # compile all of torch and transformers, of which the tests import a part.
 .venv-peers/.installed: PIP = .venv-peers/bin/python -m pip --disable-pip-version-check
-.venv-peers/.installed: pyproject.toml constraints.txt
+.venv-peers/.installed: $(PROJECTS)
 	$(PYTHON) -m venv .venv-peers
 	grep -vE '^(datasets|dill|fsspec|huggingface_hub|multiprocess|tqdm|transformers)==' constraints.txt > .venv-peers/constraints.txt
 	$(PIP) install --quiet -c .venv-peers/constraints.txt setuptools
-	$(PIP) install --quiet --no-compile -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]"
+	$(PIP) install --quiet --no-compile -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]" -e packages/train -e packages/diffusion -e packages/radar
 	$(PIP) uninstall --quiet --yes torchaudio torchvision
 	touch $@
 
 # Without what they name besides, which is for servers and pictures.
 MLX_PEERS = mlx-dspark==0.20.3 mlx-vlm==0.7.10 dflash-mlx==0.1.8 dflash==0.1.0
 .venv-mlx/.installed: PIP = .venv-mlx/bin/python -m pip --disable-pip-version-check
-.venv-mlx/.installed: pyproject.toml constraints.txt
+.venv-mlx/.installed: $(PROJECTS)
 	$(PYTHON) -m venv .venv-mlx
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev,mlx]"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]" -e packages/train -e packages/diffusion -e packages/radar -e packages/mlx
 	test "$$(uname)" = Darwin || $(PIP) install --quiet "mlx[cpu]"
 	$(PIP) install --quiet --no-deps $(MLX_PEERS)
 	touch $@
 
 .venv-jax/.installed: PIP = .venv-jax/bin/python -m pip --disable-pip-version-check
-.venv-jax/.installed: pyproject.toml constraints.txt
+.venv-jax/.installed: $(PROJECTS)
 	$(PYTHON) -m venv .venv-jax
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev,jax]"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]" -e packages/train -e packages/diffusion -e packages/radar -e packages/jax
 	touch $@
 
 .venv-clients/.installed: tests/clients/requirements.txt
@@ -194,5 +207,5 @@ MLX_PEERS = mlx-dspark==0.20.3 mlx-vlm==0.7.10 dflash-mlx==0.1.8 dflash==0.1.0
 
 # Leaves the environments, those in build/peers too, and what recipes wrote to build/tiny.
 clean:
-	rm -rf build/lib build/bdist.* build/tests-cache build/models-cache build/wheel mutants dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find src tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf build/lib build/bdist.* build/tests-cache build/models-cache build/wheel mutants dist src/*.egg-info packages/*/src/*.egg-info packages/*/build .mypy_cache .ruff_cache .pytest_cache
+	find src packages tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import typer.main
@@ -21,6 +21,11 @@ def commands_are_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
+
+
+def commands_of(group: Any) -> dict[str, Any]:
+    """Return the commands of a group by name, those of plugins included."""
+    return {name: group.get_command(None, name) for name in group.list_commands(None)}
 
 
 class Result(NamedTuple):

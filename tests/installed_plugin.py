@@ -8,13 +8,15 @@ import pytest
 from blockdraft import plugins
 
 
+def forget() -> None:
+    """Look for plugins anew."""
+    plugins.entry_points.cache_clear()
+    plugins.load.cache_clear()
+
+
 @pytest.fixture
 def installed_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Install packages: called with a distribution's name, its entry_points.txt, and the folder that holds its code."""
-
-    def forget() -> None:
-        plugins.entry_points.cache_clear()
-        plugins.load.cache_clear()
 
     def install(name: str, entry_points: str, code: Path) -> None:
         information = tmp_path / "site" / f"{name}-1.0.dist-info"

@@ -1,7 +1,9 @@
 """Who may import whom, and which names are public."""
 
 import ast
+import re
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,19 +20,16 @@ LAYERS = [
     {"settings", "folders", "chat_text"},
     {"types", "models"},
     {"decode", "nn"},
-    {"kernels", "kernels.cpu", "kernels.cuda", "jax", "mlx"},
+    {"kernels", "kernels.cpu", "kernels.cuda"},
     {"formats"},
     {"targets"},
-    {"diffusion.model"},
-    {"diffusion.folder"},
     {"drafters"},
     {"engine"},
     {"data"},
-    {"training", "evaluation"},
-    {"compat", "tools.inspect"},
-    {"tools", "tools.fit", "radar"},
-    {"tools.quantize", "diffusion"},
-    {"serving", "tools.doctor", "tools.push"},
+    {"evaluation"},
+    {"compat", "tools.inspect", "tools.export"},
+    {"tools", "tools.quantize"},
+    {"serving"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
@@ -49,21 +48,28 @@ PARTS = {
     **dict.fromkeys(("network", "target_network", "decoder_network", "config"), "nn"),
     "compiled": "kernels.cpu",
     "captured": "kernels.cuda",
-    "jax": "jax",
-    "mlx": "mlx",
     **dict.fromkeys(("layout", "gguf", "in_target"), "formats"),
     "drafter": "drafters",
-    **dict.fromkeys(("train", "train_pass"), "training"),
-    "checks": "tools.doctor",
 }
 
-# Modules that name a kind of drafter: the registry, a value in z-lab's files, a layout, and the kind that is advised.
-NAMING = {
-    "blockdraft.plugins",
-    "blockdraft.formats.zlab",
-    "blockdraft_radar.drafting",
-    "blockdraft.tools.inspect.drafters",
+# Modules that name a kind of drafter: the registry, a value in z-lab's files, and a layout.
+NAMING = {"blockdraft.plugins", "blockdraft.formats.zlab", "blockdraft.tools.inspect.drafters"}
+
+ROOT = Path(__file__).parents[1]
+# What packages import that docs/plugins.md does not call public, and why.
+EXCEPTIONS = {
+    "blockdraft.cli.answers": "diffusion streams its text like `generate`",
+    "blockdraft.cli.generate": "diffusion generates like `generate`, with the same options for prompts",
+    "blockdraft.compat.generate": "push copies the code that transformers runs into a repository",
+    "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
+    "blockdraft.engine.adaptive.costs": "Radar and fit read the step times that were measured on this machine",
+    "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",
+    "blockdraft.engine.runner": "Radar needs the engine's limit of draft tokens per request",
+    "blockdraft.engine.stats": "training and fit report tau as the engine does",
+    "blockdraft.engine.text": "data are tokenized as the engine tokenizes prompts",
+    "blockdraft.kernels.cpu.build": "Radar asks whether kernels are compiled for this machine",
 }
+PACKAGES = ("train", "diffusion", "radar", "jax", "mlx")
 
 
 class Module(NamedTuple):
@@ -97,10 +103,10 @@ def folder_of(name: str) -> str | None:
 
 
 @cache
-def read_modules() -> tuple[Module, ...]:
+def read_modules(source: Path = SOURCE) -> tuple[Module, ...]:
     modules = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source.parent).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         modules.append(Module(name, path.read_text(encoding="utf-8"), is_package))
@@ -234,6 +240,66 @@ def test_every_folder_with_modules_is_a_package() -> None:
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
+def public_modules() -> list[str]:
+    """Return the patterns of modules that docs/plugins.md calls public."""
+    text = (ROOT / "docs/plugins.md").read_text(encoding="utf-8").partition("## What is public")[2]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return re.findall(r"`(blockdraft[\w.*]*)`", " ".join(rows))
+
+
+def modules_of(package: str) -> tuple[Module, ...]:
+    return read_modules(ROOT / "packages" / package / "src" / f"blockdraft_{package}")
+
+
+def is_core(module: Module) -> bool:
+    return module.name.split(".")[0] == "blockdraft"
+
+
+def test_the_core_names_no_package() -> None:
+    assert {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")} == set(PACKAGES)
+    imported = {
+        (module.name, name.split(".")[0])
+        for module in read_modules()
+        for node in nodes_in(module.source)
+        for name in imported_names(node)
+        if name.startswith("blockdraft_")
+    }
+    assert imported == set()
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_what_is_public(package: str) -> None:
+    allowed = {"train": set(), "diffusion": {"blockdraft_train"}}.get(package, set()) | {f"blockdraft_{package}"}
+    core = read_modules()
+    used = {
+        name for module, name in imports([*core, *modules_of(package)]) if module.name.split(".")[0] != "blockdraft"
+    }
+    patterns = public_modules()
+    assert len(patterns) > 15
+    private = {name for name in used if not any(fnmatch(name, pattern) for pattern in patterns)}
+    assert private - set(EXCEPTIONS) == set()
+    other = {
+        name.split(".")[0]
+        for module in modules_of(package)
+        for node in nodes_in(module.source)
+        for name in imported_names(node)
+        if name.startswith("blockdraft_")
+    }
+    assert other <= allowed
+
+
+def test_exceptions_are_needed() -> None:
+    modules = [*read_modules(), *(module for package in PACKAGES for module in modules_of(package))]
+    used = {name for module, name in imports(modules) if not is_core(module)}
+    assert set(EXCEPTIONS) <= used
+
+
 def test_public_names_resolve() -> None:
     assert " ".join(sorted(blockdraft.__all__)) == (
         "Completion DFlashConfig DFlashGenerationMixin Drafter Drafting Engine Grammar RequestDrafting SamplingParams "
@@ -266,7 +332,7 @@ SMALL = [
         ("blockdraft.drafters.dflash.compiled", "from blockdraft.drafters.dflash.drafter import DRAFTER", True),
         ("blockdraft.nn.cache", "from .layers import RMSNorm\nfrom . import attention", False),
         ("blockdraft.engine.stats", "from ..drafters.base import Drafter\nfrom blockdraft import targets", False),
-        ("blockdraft_train.variants.dflash", "from blockdraft.drafters.dflash.network import Net", False),
+        ("blockdraft.drafters.dflash.drafter", "from blockdraft.drafters.dflash.network import Net", False),
     ],
 )
 def test_wrong_order_is_reported(importer: str, source: str, is_wrong: bool) -> None:
@@ -293,5 +359,5 @@ def test_named_plugins_and_kinds_are_reported() -> None:
     asking = "def f(x): return isinstance(x, (int, network.DFlashNetwork))"
     [report] = kinds_asked_for([*SMALL, Module("blockdraft.tools.inspect.look", asking)])
     assert report.startswith("blockdraft.tools.inspect.look asks whether something is a DFlashNetwork of dflash")
-    assert kinds_asked_for([*SMALL, Module("blockdraft_train.variants.dflash", asking)]) == []
-    assert kinds_named([Module("blockdraft_radar.step", "SERIAL = {'mtp'}")], {"mtp"}) == {"blockdraft_radar.step"}
+    assert kinds_asked_for([*SMALL, Module("blockdraft.drafters.dflash.drafter", asking)]) == []
+    assert kinds_named([Module("blockdraft.engine.step", "SERIAL = {'mtp'}")], {"mtp"}) == {"blockdraft.engine.step"}

@@ -35,7 +35,14 @@ ROOT = Path(__file__).parents[1]
 PAIR = Path(blockdraft.__file__).parent / "pair/tiny"
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("*.md", "docs/*.md", "examples/*.md", "recipes/*/README.md", "benchmarks/**/README.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "examples/*.md",
+        "recipes/*/README.md",
+        "benchmarks/**/README.md",
+        "packages/*/README.md",
+    )
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"  # which tells of the past
 )

@@ -1,10 +1,12 @@
 import logging
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from installed_plugin import forget
 
 from blockdraft import drafters, load_target
 from blockdraft.errors import UsageError
@@ -94,13 +96,12 @@ def test_what_this_projects_packages_bring_is_what_they_register() -> None:
 
 
 def test_missing_packages_are_named(
-    monkeypatch: pytest.MonkeyPatch, blockdraft: Callable[..., tuple[int, str, str]]
+    monkeypatch: pytest.MonkeyPatch, installed_plugin: Install, blockdraft: Callable[..., tuple[int, str, str]]
 ) -> None:
     assert install_hint(COMMANDS, "train") == "pip install blockdraft-train"
     assert install_hint(COMMANDS, "no such command") is None
-    for module in ("plugins", "cli.options", "targets", "drafters.load"):
-        if hasattr(sys.modules[f"blockdraft.{module}"], "entry_points"):
-            monkeypatch.setattr(f"blockdraft.{module}.entry_points", lambda group: {})
+    monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    forget()
     code, _, err = blockdraft("train", "dflash")
     assert code == 2 and err == "error: The command train is not installed; pip install blockdraft-train brings it.\n"
     with pytest.raises(

@@ -114,6 +114,11 @@ def _package(entry: metadata.EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else entry.value
 
 
+def kind_modules() -> dict[str, str]:
+    """Return the name of the module or package of each kind of drafter, by the name of the kind."""
+    return {name: entry.module for name, entry in entry_points(DRAFTERS).items()} | KINDS
+
+
 def _kinds() -> dict[str, ModuleType]:
     """Import the module or package of each kind of drafter. This package's own precede plugins of the same name."""
     return load_all(DRAFTERS) | {name: import_module(module) for name, module in KINDS.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+from command_line import commands_of
 from thinned import thinned
 from typer.testing import CliRunner
 
@@ -24,13 +25,13 @@ def shown(*words: str, width: int = 120) -> str:
 
 def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     group = group or typer.main.get_command(cli.app)
-    for name, command in group.commands.items():
+    for name, command in commands_of(group).items():
         words = (*before, *name.split())
         yield from commands(command, words) if hasattr(command, "commands") else [(words, command)]
 
 
 def test_the_overview_groups_all_commands() -> None:
-    report = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    report = commands_of(typer.main.get_command(cli.app))
     assert all(command.rich_help_panel for command in report.values())
     output = shown("--help")
     places = [output.index(item) for item in ("Run models", "Make a drafter", "Measure", "This machine")]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 import typer
+from command_line import commands_of
 from pydantic import Field
 from typer.testing import CliRunner
 
@@ -121,7 +122,7 @@ def test_drafters_are_looked_for_before_targets_load(
 
 
 def test_commands_that_load_a_target_can_choose_the_backend() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = commands_of(typer.main.get_command(app))
     names = {name: {parameter.name for parameter in command.params} for name, command in commands.items()}
     odd = {name for name, options in names.items() if ("target" in options) != ("backend" in options)}
     # quantize decodes on the native backend alone, and the others read files without loading a target.

@@ -1,6 +1,6 @@
 """Fixtures of `draft_models.py` and `training_fixtures.py`."""
 
-from draft_models import target, tiny_block_dir, tiny_lm_dir
+from draft_models import target, tiny_block_dir, tiny_combination, tiny_lm_dir
 from training_fixtures import answered, parity, with_pictures, without_pictures
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "parity",
     "target",
     "tiny_block_dir",
+    "tiny_combination",
     "tiny_lm_dir",
     "with_pictures",
     "without_pictures",

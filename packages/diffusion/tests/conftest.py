@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+from draft_models import target, tiny_block_dir
+from training_fixtures import answered, parity
 
 from blockdraft_diffusion.create import convert
 from blockdraft_diffusion.folder import load_model
 from blockdraft_diffusion.model import DiffusionModel
 from blockdraft_diffusion.settings import ConvertSettings
+
+__all__ = ["answered", "parity", "target", "tiny_block_dir"]
 
 MakeFolder: TypeAlias = Callable[..., Path]
 MakeModel: TypeAlias = Callable[..., DiffusionModel]

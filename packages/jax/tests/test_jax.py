@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("jax.numpy", reason="JAX is not installed: pip install 'blockdraft[jax]', or make test-jax")
+pytest.importorskip("jax.numpy", reason="JAX is not installed: make test-jax")
 
 import jax
 from tiny_families import write_model

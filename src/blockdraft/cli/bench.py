@@ -29,10 +29,9 @@ from blockdraft.cli.target import (
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.evaluation.settings import LoadSettings, MeasureSettings
+from blockdraft.evaluation.settings import SERVER_KEY, LoadSettings, MeasureSettings
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Drafting, SamplingParams
-from blockdraft_train.data.settings import SERVER_KEY
 
 DISCARDED = "Interrupted; the measurements are discarded, and nothing was written."
 PROMPTS = (

@@ -292,7 +292,7 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise UsageError("Reading data needs the package `datasets`; run pip install 'blockdraft[train]'.") from error
+        raise UsageError("Reading data needs the package `datasets`; run pip install datasets.") from error
     if path.is_file() and kind == "json":
         return _json_records(source)
     # No progress bars of its own and no warnings about the hub; errors say what is wrong.

@@ -16,6 +16,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import ReducedHead
+from blockdraft.plugins import kind_modules
 from blockdraft.targets import Target
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ class Drafter(Protocol):
 
     @property
     def kind(self) -> str:
-        """Name of its kind, which is that of its file or folder in this package."""
-        return type(self).__module__.removeprefix(f"{__package__}.").partition(".")[0]
+        """Name of its kind: that of its module in this package or of its entry point, else the name of its module."""
+        module = type(self).__module__
+        kinds = (name for name, known in kind_modules().items() if f"{module}.".startswith(f"{known}."))
+        return next(kinds, module.rpartition(".")[2])
 
     @property
     def compile_reason(self) -> str | None:

@@ -8,6 +8,8 @@ from pydantic import Field, Strict
 
 from blockdraft.settings import Count, Flag, Natural, settings
 
+SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"  # environment variable with the API key of a server that is asked
+
 Concurrency = Annotated[int, Field(ge=1, le=64)]
 
 

@@ -129,9 +129,9 @@ def load_target(
     """
     known = backends()
     if backend != "auto" and backend not in known:
-        hint = install_hint(TARGETS, backend)
-        remedy = f"{hint} brings it" if hint else f"use one of {['auto', *sorted(known)]}"
-        raise UsageError(f"backend is {backend!r}, which is not installed; {remedy}.")
+        if (hint := install_hint(TARGETS, backend)) is not None:
+            raise UsageError(f"backend is {backend!r}, which is not installed; {hint} brings it.")
+        raise UsageError(f"backend is {backend!r}; use one of {['auto', *sorted(known)]}.")
     if compile not in get_args(Compile):
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     placed, kind = device_and_dtype(device, dtype)

@@ -24,7 +24,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.layers import ReducedHead
-from blockdraft.plugins import runner_class
+from blockdraft.plugins import RUNNERS, runner_class
 from blockdraft.targets import Target, load_target
 
 Run: TypeAlias = DraftPass | CompiledDraftPass
@@ -83,7 +83,7 @@ def compiled(network: DFlashNetwork) -> CompiledDraftPass:
     dtype = network.fc.weight.dtype
     decoder: Any = SimpleNamespace(library=build(dtype, dtype, 8, inputs=dtype).library())
     own = {"embed": unused, "target_head": unused, "own_head": unused}
-    made: CompiledDraftPass = runner_class(network, "compiled")(
+    made: CompiledDraftPass = runner_class(network, RUNNERS["compiled"])(
         network, CompiledHost(dtype=dtype, decoder=decoder, head_dim=8, **own)
     )
     return made
@@ -302,7 +302,7 @@ def compiled_pass(
     """Return the compiled runner, with options that need not be the target's."""
     own: Any = vars(target.draft_host(head)) | {"dtype": dtype or network.fc.weight.dtype}
     host = CompiledHost(**own, decoder=target.compiled, head_dim=8, bits=bits)  # type: ignore[attr-defined]
-    made: CompiledDraftPass = runner_class(network, "compiled")(network, host, owned)
+    made: CompiledDraftPass = runner_class(network, RUNNERS["compiled"])(network, host, owned)
     return made
 
 

@@ -19,7 +19,7 @@ from blockdraft.nn.decoder_config import DecoderConfig, Rope
 try:
     jax: Any = import_module("jax")
     jnp: Any = import_module("jax.numpy")
-except ImportError:  # the extra `jax` is not installed, and nothing below is called
+except ImportError:  # JAX is not installed, and nothing below is called
     jax = jnp = None
 jit: Any = jax.jit if jax is not None else lambda function, **_: function
 

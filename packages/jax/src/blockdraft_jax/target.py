@@ -58,7 +58,7 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
         UsageError: The path is neither a folder nor a hub name, or its files cannot be read.
     """
     if importlib.util.find_spec("jax") is None:
-        raise NotCovered("JAX is not installed; pip install 'blockdraft[jax]', and on a TPU 'jax[tpu]' beside it")
+        raise NotCovered("JAX is not installed; pip install jax, and on a TPU 'jax[tpu]'")
     if is_gguf(path):
         raise NotCovered("it reads no GGUF files")
     refused = {

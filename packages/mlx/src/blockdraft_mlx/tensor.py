@@ -22,7 +22,7 @@ from blockdraft.nn.foreign_tensor import ForeignTensor, converted
 
 try:
     mx: Any = import_module("mlx.core")
-except ImportError:  # the extra `mlx` is not installed, and nothing below is called
+except ImportError:  # MLX is not installed, and nothing below is called
     mx = None
 
 Array: TypeAlias = Any  # mx.array

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_line import commands_of
 from typer.main import get_command
 
 from blockdraft.cli import app
@@ -27,7 +28,7 @@ ADAPTED = Where(Path("out"), "some/model", adapter="some/lora", revision="v2")
 
 def test_every_command_is_one(make_plan: MakePlan) -> None:
     """Each can be read by the command line, whatever is asked for."""
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = commands_of(get_command(app))
     seconds = dict.fromkeys(("prompts", "data", "hidden-states", "train", "calibrate", "bench"), 1.0)
     plan = make_plan(hidden_states="disk", seconds=seconds, quantize="int8")
     for where in (WHERE, ADAPTED, Where(Path("out"), None)):

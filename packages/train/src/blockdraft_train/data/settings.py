@@ -14,7 +14,6 @@ HiddenStateDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
 CONTINUED = 64  # prompt tokens of a text that a target without a chat template continues, by default
 LONGEST = 3072  # default length of a document, as in arXiv 2602.06036, unless the target's context is shorter
-SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"  # environment variable with the API key of the server that writes responses
 
 
 @settings

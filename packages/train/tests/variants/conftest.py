@@ -1,0 +1,5 @@
+"""Fixtures of `draft_models.py`."""
+
+from draft_models import target
+
+__all__ = ["target"]
