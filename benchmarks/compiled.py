@@ -44,6 +44,7 @@ from blockdraft.kernels.cpu.weight_cache import SWITCH
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets import Target, load_target
+from blockdraft.types import LoadOptions
 
 HIDDEN, INNER, LAYERS = 1536, 4608, 8
 SHAPES = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))  # inputs, outputs
@@ -107,7 +108,8 @@ def products(options: argparse.Namespace, folder: Path) -> Calls:
 
 
 def forwards(way: str, path: Path, options: argparse.Namespace, quantize: str | None, **how: Any) -> Calls:
-    return forwards_of(way, load_target(path, "bfloat16", "cpu", "native", "on", quantize, **how), options)
+    loading = LoadOptions(dtype="bfloat16", device="cpu", backend="native", compile="on", quantize=quantize)
+    return forwards_of(way, load_target(path, loading, **how), options)
 
 
 def forwards_of(way: str, target: Target, options: argparse.Namespace) -> Calls:

@@ -51,7 +51,7 @@ def main() -> None:
         for exact in (False, True):
             began = time.perf_counter()
             how = {"compile": "off", "threads": options.threads, "exact": exact}
-            target = load_target("bundled", options.dtype, "cpu", backend, **how)
+            target = load_target("bundled", dtype=options.dtype, device="cpu", backend=backend, **how)
             loading[target.running] = time.perf_counter() - began
             for way, (rows, drafts, drafting) in WAYS.items():
                 drafter = load_drafter(None if drafts else "none", target=target)

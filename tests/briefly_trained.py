@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
 
 def briefly_trained(kind: str, folder: Path, asked: Sequence[list[int]], **flags: str) -> Path:
     """A drafter that was trained on the target's answers to some prompts, 60 steps."""
-    target = load_target(BUNDLED, "float32", "cpu")
+    target = load_target(BUNDLED, dtype="float32", device="cpu")
     assert target.tokenizer is not None
     with Engine(target, load_drafter("none", target=target), 8) as engine:
         answers = engine.generate([[*prompt] for prompt in asked], SamplingParams(TOKENS, temperature=0))

@@ -52,7 +52,7 @@ class Check:
 
 def answers(drafts: str, dtype: str, device: torch.device | str, **how: Any) -> list[list[int]]:
     """Return tokens of the bundled pair, greedy and sampled."""
-    target = load_target(BUNDLED, dtype, device, **how)
+    target = load_target(BUNDLED, dtype=dtype, device=device, **how)
     drafter, drafting = DRAFTS[drafts]
     with Engine(target, load_drafter(drafter, target=target), len(PROMPTS), drafting) as engine:
         return [each.token_ids for params in (GREEDY, SAMPLED) for each in engine.generate(PROMPTS, params)]

@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from blockdraft import SamplingParams, load_target
 from blockdraft.targets import embedding_and_head
 from blockdraft.targets.native import NativeTarget
+from blockdraft.types import LoadOptions
 from blockdraft_train import hidden_state_sources
 from blockdraft_train.data.documents import Document, read_data, tokenizer_fingerprint
 from blockdraft_train.data.loops import KEPT_TOKENS, loop_begin
@@ -274,7 +275,8 @@ def main() -> None:
     began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.target or join(args.inputs, args.out / "target.gguf")
-    target = cast(NativeTarget, load_target(file, "bfloat16", args.device, backend="native", compile="off"))
+    options = LoadOptions(dtype="bfloat16", device=args.device, backend="native", compile="off")
+    target = cast(NativeTarget, load_target(file, options))
     print(f"{time.monotonic() - began:.0f} s: target loaded on {target.device}", flush=True)
     responses = args.out / "responses.npz"
     if not responses.exists():

@@ -204,7 +204,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.gpu:
-        target = load_target(args.target, "float16", "cuda", backend="native", compile="off")
+        target = load_target(args.target, dtype="float16", device="cuda", backend="native", compile="off")
     else:
         target = load_target(args.target, kv_dtype="int8")  # two fifths faster in batches of 32
     writer = Writer(target, PublicPrompts(args.prompts), measured_grams(args.measured), args.seed)

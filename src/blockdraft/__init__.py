@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from blockdraft.drafters import Drafter, load_drafter
     from blockdraft.engine import Completion, Engine
     from blockdraft.targets import Target, load_target
-    from blockdraft.types import Drafting, Grammar, RequestDrafting, SamplingParams
+    from blockdraft.types import Drafting, Grammar, LoadOptions, RequestDrafting, SamplingParams
 
 # Imported at first use, so that the command line starts without torch.
 _HOMES = {
@@ -19,6 +19,7 @@ _HOMES = {
     "Drafting": "types",
     "Engine": "engine",
     "Grammar": "types",
+    "LoadOptions": "types",
     "RequestDrafting": "types",
     "SamplingParams": "types",
     "Target": "targets",
@@ -34,6 +35,7 @@ __all__ = [
     "Drafting",
     "Engine",
     "Grammar",
+    "LoadOptions",
     "RequestDrafting",
     "SamplingParams",
     "Target",

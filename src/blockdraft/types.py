@@ -6,15 +6,20 @@ cached tokens, D head size, m number of target layers. A tensor named `logits_BN
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, SettingsError, settings
+
+if TYPE_CHECKING:
+    import torch
 
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}), or token ids.
@@ -92,6 +97,106 @@ class Grammar:
         if bool(self.text) == (self.kind == "json_object"):
             needs = "takes no text; leave it out, or use json_schema" if self.text else "needs a text"
             raise UsageError(f"A grammar of kind {self.kind} {needs}.")
+
+
+def _as_name(value: Any) -> Any:
+    """Return a dtype or device of torch as its name; anything else unchanged."""
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(value, torch.dtype | torch.device)
+    return str(value).removeprefix("torch.") if is_torch else value
+
+
+def _as_path(value: Any) -> Any:
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+TorchName = Annotated[str | None, BeforeValidator(_as_name)]
+
+
+@settings
+class LoadOptions:
+    """How a target is loaded: arguments of `load_target`, flags of commands, and what a backend gets.
+
+    A backend gets `dtype` and `device` filled in, and reads them as `torch_dtype` and `torch_device`.
+    """
+
+    dtype: Annotated[TorchName, Flag(metavar="float32|bfloat16|float16")] = Field(
+        None,
+        description="Number format of weights and arithmetic; by default the checkpoint's, or float32 where a CPU "
+        "lacks that. GGUF files and quantized weights use float32 on a CPU and bfloat16 elsewhere.",
+    )
+    device: TorchName = Field(
+        None, description="Device of the target, such as cpu or cuda:1; by default the first GPU, else the CPU."
+    )
+    backend: Annotated[Backend, Flag(metavar="auto|native|hf|NAME")] = Field(
+        DEFAULT_BACKEND,
+        description="What runs the target: native (our decoder), hf (transformers), mlx (mlx-lm, for Apple silicon; "
+        "package blockdraft-mlx), jax (for TPUs; package blockdraft-jax), or auto: mlx on Apple silicon if it is "
+        "installed and knows the model, else native where it knows the model, else hf.",
+    )
+    adapter: Annotated[str | None, BeforeValidator(_as_path), Flag(metavar="DIR")] = Field(
+        None,
+        description="PEFT adapter, such as a LoRA, to merge into the target: a folder or hub name. It needs "
+        "the package peft.",
+    )
+    revision: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Branch, tag or commit of the target's repository on the hub."
+    )
+    threads: int | Literal["auto"] | None = Field(
+        None,
+        description="Threads on a CPU, from now on; auto measures the fastest number once, unless OMP_NUM_THREADS is "
+        "set. None keeps torch's number.",
+    )
+    compile: Compile = Field(
+        DEFAULT_COMPILE,
+        description="Compiled forward pass of the native decoder. On a CPU, auto uses the C library of the package or "
+        "the machine's compiler, and on fails if there is neither. On an NVIDIA GPU, torch.compile and CUDA graphs; "
+        "auto runs uncompiled until they are ready, on waits.",
+    )
+    quantize: Quantize | None = Field(
+        None,
+        description="Quantize the target's weights. The output is then that of the quantized model. int4 is for CPUs, "
+        "fp8 for NVIDIA GPUs. `blockdraft quantize` writes a model that loses less.",
+    )
+    kv_dtype: KVDtype | None = Field(
+        None, description="Quantize the key/value cache: half the memory of bfloat16. For CPUs."
+    )
+    max_context: Annotated[int | None, Flag("--max-model-len", metavar="TOKENS")] = Field(
+        None,
+        description="Maximum number of tokens of prompt and answer together; by default the model's own "
+        "context, extended by its RoPE scaling. Output beyond that context may be poor.",
+    )
+    round_drafters: Annotated[bool, Flag("--round-drafter/--keep-drafter")] = Field(
+        True,
+        description="Quantize the drafter like the target, to 8 bits next to a target in bfloat16, or to fewer after "
+        "quantization-aware training. Outputs do not change; slightly fewer tokens are accepted.",
+    )
+    exact: bool = Field(
+        False,
+        description="Make greedy answers equal those of plain decoding even at near ties, whatever is drafted and in "
+        "any batch. Targets compiled for a CPU always do; others become slower.",
+    )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's, where it is filled in."""
+        import torch
+
+        return getattr(torch, str(self.dtype))  # type: ignore[no-any-return]
+
+    @property
+    def torch_device(self) -> torch.device:
+        """`device` as torch's, where it is filled in."""
+        import torch
+
+        return torch.device(str(self.device))
+
+    def load_options(self) -> LoadOptions:
+        """Return these options alone, without the fields of a subclass."""
+        return LoadOptions(**{field.name: getattr(self, field.name) for field in fields(LoadOptions)})
+
+
+DEFAULT_LOAD_OPTIONS = LoadOptions()
 
 
 @settings

@@ -21,8 +21,7 @@ from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.targets import Target, backends, embedding_and_head, load_target
-from blockdraft.targets.base import LoadOptions
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import Drafting, LoadOptions, SamplingParams
 
 PACKAGES = {"mlx": "mlx_lm", "jax": "jax.numpy"}  # tests/jax is a package `jax` without it
 PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 60 + 4 for i in range(70)]]
@@ -39,12 +38,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 def load(path: Path | None, backend: str) -> Target:
     """Load a target in float32, on one device even where JAX has more."""
     if backend != "jax" or path is None:
-        return load_target(path, "float32", "cpu", backend=backend, compile="off" if backend == "native" else "auto")
+        return load_target(
+            path, dtype="float32", device="cpu", backend=backend, compile="off" if backend == "native" else "auto"
+        )
     import jax
 
     from blockdraft_jax.model import local_layout
 
-    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"))
+    options = LoadOptions(dtype="float32", device="cpu")
     target: Target = backends()["jax"].load(path, options, local_layout(jax.local_devices()[:1]))
     return target
 
@@ -181,7 +182,7 @@ def test_sampled_outputs_have_the_distribution_of_the_target(backend: str, draft
 
 
 def test_bfloat16(backend: str, native: Target, tiny_target_dir: Path, tiny_dspark_dir: Path) -> None:
-    half = load_target(tiny_target_dir, "bfloat16", "cpu", backend=backend)
+    half = load_target(tiny_target_dir, dtype="bfloat16", device="cpu", backend=backend)
     ours, theirs = (
         in_torch(model.forward(torch.tensor([PROMPTS[0]]), chain_parents(1, 5), model.new_cache(1, 8)).logits)
         for model in (half, native)

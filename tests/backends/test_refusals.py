@@ -13,8 +13,7 @@ from tiny_families import write_model
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import NotCovered, backends, load_target
-from blockdraft.targets.base import LoadOptions
-from blockdraft.types import SamplingParams
+from blockdraft.types import LoadOptions, SamplingParams
 
 PACKAGES = {"mlx": "mlx_lm", "jax": "jax.numpy"}  # tests/jax is a package `jax` without it
 EACH = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in PACKAGES]
@@ -103,7 +102,7 @@ def test_states_that_mlx_cannot_cut(tmp_path: Path) -> None:
 def test_a_drafter_that_torch_runs_drafts_with_a_warning(
     backend: str, tiny_target_dir: Path, tiny_medusa_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu", backend=backend)
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend=backend)
     [completion] = Engine(target, load_drafter(tiny_medusa_dir, target=target)).generate([[5, 6]], SamplingParams(8))
     assert any(completion.stats.drafted)
     title = backend.upper()
@@ -115,7 +114,9 @@ def test_a_drafter_that_the_backend_runs_has_no_warning(
     backend: str, tiny_target_dir: Path, tiny_dspark_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        load_drafter(tiny_dspark_dir, target=load_target(tiny_target_dir, "float32", "cpu", backend=backend))
+        load_drafter(
+            tiny_dspark_dir, target=load_target(tiny_target_dir, dtype="float32", device="cpu", backend=backend)
+        )
     assert not caplog.text
 
 
@@ -128,9 +129,11 @@ def test_on_apple_silicon_mlx_is_the_first_choice(
     module = backends()["mlx"]
     monkeypatch.setattr(module, "RANK", -1)
     monkeypatch.setattr(module.MLXTarget, "chosen_for", "this machine has Apple silicon")
-    chosen = load_target(tiny_target_dir, "float32", "cpu")
+    chosen = load_target(tiny_target_dir, dtype="float32", device="cpu")
     assert (chosen.backend, chosen.backend_reason) == ("mlx", None) and chosen.chosen_for
-    other = load_target(write_model("qwen3_moe", tmp_path), "float32", "cpu")  # without the keys that mlx-lm wants
+    other = load_target(
+        write_model("qwen3_moe", tmp_path), dtype="float32", device="cpu"
+    )  # without the keys that mlx-lm wants
     assert other.backend == "native" and "cannot run its files (TypeError" in str(other.backend_reason)
-    few = load_target(tiny_target_dir, "float32", "cpu", quantize="int8")
+    few = load_target(tiny_target_dir, dtype="float32", device="cpu", quantize="int8")
     assert few.backend == "native" and "it has no quantize" in str(few.backend_reason)

@@ -42,11 +42,11 @@ def test_adapter_and_revision_reach_the_loader(
 
 def test_target_settings_reach_the_loader(tiny_target_dir: Path) -> None:
     settings = {"dtype": "bfloat16", "device": "cpu", "backend": "native", "compile": "off", "exact": True}
-    target = DecodingSettings(str(tiny_target_dir), quantize="int8", **settings).load_for("none")
+    target = DecodingSettings(target=str(tiny_target_dir), quantize="int8", **settings).load_for("none")
     assert (str(target.dtype), target.backend) == ("torch.bfloat16", "native")
     assert "int8 weights" in target.running and "exact" in target.running
     with pytest.raises(UsageError, match="kv_dtype is 'int8', which only a forward compiled for a CPU can do"):
-        DecodingSettings(str(tiny_target_dir), kv_dtype="int8", **settings).load_for("none")
+        DecodingSettings(target=str(tiny_target_dir), kv_dtype="int8", **settings).load_for("none")
 
 
 def test_more_threads_than_processors_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_more_threads_than_processors_are_reported(capsys: pytest.CaptureFixture
     try:
         for threads in (most, most + 1):
             with pytest.raises(UsageError, match="/no/such"):
-                DecodingSettings("/no/such", threads=threads).load_for("none")
+                DecodingSettings(target="/no/such", threads=threads).load_for("none")
             warning = f"--threads is {threads}, more than this machine's {most} processors"
             assert (warning in capsys.readouterr().err) == (threads > most)
     finally:

@@ -57,7 +57,7 @@ def targets(folders: Callable[[str, bool], Path]) -> Callable[[str, str], Target
 
     @cache
     def target(family: str, backend: str) -> Target:
-        return load_target(folders(family, backend == "mlx"), "float32", "cpu", **BACKENDS[backend])
+        return load_target(folders(family, backend == "mlx"), dtype="float32", device="cpu", **BACKENDS[backend])
 
     return target
 
@@ -127,7 +127,7 @@ def test_a_family_that_a_backend_lacks_is_refused_by_name(
     if backend == "mlx":
         reasons = "of mlx-lm, which cannot be cut to|mlx-lm .* does not know the model|mlx-lm .* cannot run its files"
     with pytest.raises(ValueError, match=reasons):
-        load_target(write_model(family, tmp_path, backend == "mlx"), "float32", "cpu", **BACKENDS[backend])
+        load_target(write_model(family, tmp_path, backend == "mlx"), dtype="float32", device="cpu", **BACKENDS[backend])
     record_property("cells", [[[family, drafter, backend], REFUSED] for drafter in DRAFTERS])
 
 

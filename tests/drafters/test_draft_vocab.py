@@ -73,10 +73,10 @@ def masked(target: Target) -> Target:
 def test_drafts_equal_those_of_the_whole_head_among_these_tokens(
     kind: str, way: str, plan: Plan, tiny_target_dir: Path, load: Callable[[str, Target], Drafter]
 ) -> None:
-    plain = load_target(tiny_target_dir, "float32", "cpu", "native", compile="off")
+    plain = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
     backend = {"hf": "hf"}.get(way, "native")
     compile: Any = {"compiled": "on", "uncompiled": "off"}.get(way, "auto")
-    target = load_target(tiny_target_dir, "float32", "cpu", backend, compile=compile)
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend=backend, compile=compile)
     drafter = load(kind, with_draft_vocab(target, torch.tensor(KEPT)))
     assert drafter.has_target_head
     actual, expected = proposal(drafter, target, plan), proposal(load(kind, masked(plain)), plain, plan)
@@ -111,7 +111,7 @@ def test_answers_are_the_targets_and_the_head_takes_less_memory(
 
 
 def test_the_target_keeps_its_head(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu")
     lent = with_draft_vocab(target, torch.tensor(KEPT))
     hidden = torch.randn(2, target.hidden_size)
     assert target.draft_head is None and lent.draft_head is not None and lent.lock is target.lock
@@ -121,7 +121,7 @@ def test_the_target_keeps_its_head(tiny_target_dir: Path, tiny_mtp_dir: Path) ->
 
 
 def test_of_a_combination_the_drafters_with_a_head_use_it(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu")
     drafter = load_drafter(f"lookup+{tiny_mtp_dir}", target=target, draft_vocab=40)
     assert [part.draft_vocab for part in drafter.parts] == [None, 40]
     [answer] = Engine(target, drafter, drafting=Drafting(4)).generate([[5, 9]], SamplingParams(8, ignore_eos=True))
@@ -130,7 +130,7 @@ def test_of_a_combination_the_drafters_with_a_head_use_it(tiny_target_dir: Path,
 
 @pytest.mark.parametrize("name", ["none", "lookup", "tiny_eagle3_dir", "tiny_medusa_dir"])
 def test_drafters_without_it_refuse(name: str, tiny_target_dir: Path, request: pytest.FixtureRequest) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu")
     drafter = request.getfixturevalue(name) if name.startswith("tiny") else name
     with pytest.raises(UsageError, match="does not use the target's output projection, so draft_vocab would change"):
         load_drafter(drafter, target=target, draft_vocab=40)
@@ -241,7 +241,7 @@ def test_vocabularies_that_help_no_one_are_reported(
 
 
 def test_a_projection_with_a_bias_is_refused(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
-    target = copy(load_target(tiny_target_dir, "float32", "cpu"))
+    target = copy(load_target(tiny_target_dir, dtype="float32", device="cpu"))
     head = target.head
 
     def biased(hidden: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ def test_a_drafter_knows_its_bits(
 
 
 def test_uncompiled_drafters_are_not_quantized(target: Target, request: pytest.FixtureRequest) -> None:
-    uncompiled = load_target(target.path, "float32", "cpu", compile="off")
+    uncompiled = load_target(target.path, dtype="float32", device="cpu", compile="off")
     for name in ("tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir", "tiny_medusa_dir"):
         assert load_drafter(request.getfixturevalue(name), target=uncompiled).bits is None
 

@@ -17,7 +17,7 @@ from blockdraft.engine import Costs, Engine
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import Drafting, LoadOptions, SamplingParams
 
 # Fixture with a small checkpoint or a combination, by kind; None for a drafter that is loaded by name.
 FOLDERS = {
@@ -299,7 +299,8 @@ def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tin
     folder = request.getfixturevalue(fixture) if fixture else kind
 
     def answers(device: str) -> list[list[int]]:
-        target, actual = load_target(tiny_target_dir, "float32", device, "native", "off"), []
+        options = LoadOptions(dtype="float32", device=device, backend="native", compile="off")
+        target, actual = load_target(tiny_target_dir, options), []
         for drafting in (DRAFTINGS["chain"], DRAFTINGS["tree"]):
             with Engine(target, load_drafter(folder, target=target), 2, drafting) as engine:
                 actual += [each.token_ids for each in engine.generate(PROMPTS[3:6], params)]

@@ -63,7 +63,7 @@ def ours(
             engine has them; a drafter that looks at all of its block draft tokens otherwise in a shorter one. Otherwise
             they are whole, as vLLM's are.
     """
-    loaded = load_target(target, dtype, "cpu", backend="native", compile="off")
+    loaded = load_target(target, dtype=dtype, device="cpu", backend="native", compile="off")
     drafter_here = load_drafter(drafter, target=loaded)
     params = SamplingParams(TOKENS if cut_last else TOKENS + drafter_here.block_size, temperature=0)
     with Engine(loaded, drafter_here, drafting=Drafting(block_size=None)) as engine:

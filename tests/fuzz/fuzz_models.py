@@ -283,7 +283,7 @@ class Models:
         return path
 
     def _target(self, number: int, way: str) -> Target:
-        target = load_target(self._path(number, "target"), "float32", "cpu", **WAYS[way])
+        target = load_target(self._path(number, "target"), dtype="float32", device="cpu", **WAYS[way])
         assert ("compiled" in target.running) == (way in COMPILED), target.running
         return target
 

@@ -210,7 +210,7 @@ def test_recipe_of_the_drafter_is_one() -> None:
 def test_rows_of_a_batch_answer_as_each_would_alone(
     recipe: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "off")
+    target: Any = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
     reference, contiguous = recipe.batched.reference, []
     monkeypatch.setattr(
         recipe.batched, "reference", lambda q, *rest: contiguous.append(q.is_contiguous()) or reference(q, *rest)
@@ -234,7 +234,7 @@ def test_rows_of_a_batch_answer_as_each_would_alone(
 
 
 def test_a_row_that_loops_is_free_again(recipe: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "off")
+    target: Any = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
     monkeypatch.setattr(recipe.batched, "draw", lambda logits, heat, *rest: torch.full_like(heat, 9, dtype=torch.int64))
     responder = recipe.batched.BatchedResponder(target, rows=1, slots=300)
     for key in range(2):

@@ -19,9 +19,9 @@ from blockdraft.drafters import Drafter
 from blockdraft.drafters.lookup import LookupDrafter, LookupState
 from blockdraft.engine import Costs, Engine
 from blockdraft.nn.cache import KVCache
-from blockdraft.targets import LoadOptions, Target, TargetOutput, exact, load_target, native
+from blockdraft.targets import Target, TargetOutput, exact, load_target, native
 from blockdraft.targets.hf import HFTarget
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import Drafting, LoadOptions, SamplingParams
 
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
 QUICK_FAMILIES = [name for name in MODELS if not name.startswith(("gemma4", "lfm2")) and "-" not in name]
@@ -140,7 +140,7 @@ def test_answers_are_those_of_plain_decoding(
 ) -> None:
     if backend == "hf" and hf_inexact(name):
         pytest.skip("refused, as another test says")
-    target = load_target(folders[name], dtype, "cpu", backend, "off", exact=True)
+    target = load_target(folders[name], dtype=dtype, device="cpu", backend=backend, compile="off", exact=True)
     assert target.running == f"{backend}, exact"
     expected = plain(target)
     for rows, drafting in DRAFTINGS if name in WIDE else DRAFTINGS[:2]:
@@ -156,7 +156,7 @@ def test_without_exact_the_same_products_change_answers(
     backend: str,
     row_dependent: None,
 ) -> None:
-    target = load_target(folders[QUICK[0]], QUICK[1], "cpu", backend, "off")
+    target = load_target(folders[QUICK[0]], dtype=QUICK[1], device="cpu", backend=backend, compile="off")
     expected = plain(target)
     assert all(answers(target, Oracle(expected), *how) != expected for how in DRAFTINGS[:2])
 
@@ -171,16 +171,16 @@ def test_exact_is_refused_without_filled_pieces_or_with_attention_in_the_dtype(
     row_dependent: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    how: tuple[Any, ...] = (folders[name], "float32", "cpu", backend, "off")
-    load_target(*how, exact=True)
+    how = LoadOptions(dtype="float32", device="cpu", backend=backend, compile="off")
+    load_target(folders[name], how, exact=True)
     with monkeypatch.context() as changed:
         changed.setattr(exact, "_filled", lambda values, first, end: values.flatten()[None, first:end])
         with pytest.raises(ValueError, match="depend on how many keys there are and where they lie.*Use other threads"):
-            load_target(*how, exact=True)
+            load_target(folders[name], how, exact=True)
     with monkeypatch.context() as changed:
         changed.setattr(Tensor, "double", lambda x: x)
         with pytest.raises(ValueError, match="depend on how many keys there are and where they lie"):
-            load_target(*how, exact=True)
+            load_target(folders[name], how, exact=True)
 
 
 def trees(target: Target) -> list[Tensor]:
@@ -206,12 +206,14 @@ def test_numbers_are_those_of_the_ordinary_forward(
     name: str,
     backend: str,
 ) -> None:
-    how: tuple[Any, ...] = (folders[name], "float32", "cpu", backend, "off")
+    how = LoadOptions(dtype="float32", device="cpu", backend=backend, compile="off")
     if backend == "hf" and (reason := hf_inexact(name)):
         with pytest.raises(ValueError, match=reason):
-            load_target(*how, exact=True)
+            load_target(folders[name], how, exact=True)
         return
-    for mine, ordinary in zip(trees(load_target(*how, exact=True)), trees(load_target(*how)), strict=True):
+    for mine, ordinary in zip(
+        trees(load_target(folders[name], how, exact=True)), trees(load_target(folders[name], how)), strict=True
+    ):
         torch.testing.assert_close(mine, ordinary, atol=1e-4, rtol=1e-4)
 
 
@@ -232,7 +234,9 @@ def test_models_that_only_transformers_knows_are_exact_too(name: str) -> None:
 
 def test_a_forward_writes_its_own_slots_only(folders: dict[str, Path]) -> None:  # noqa: F811
     for backend in ("native", "hf"):
-        target = load_target(folders["llama"], "float32", "cpu", backend, "off", exact=True)
+        target = load_target(
+            folders["llama"], dtype="float32", device="cpu", backend=backend, compile="off", exact=True
+        )
         cache = target.new_cache(3, 5)
         tokens = torch.full((3, 5), 7)
         target.forward(tokens, chain(tokens).parents, cache)

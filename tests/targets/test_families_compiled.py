@@ -21,7 +21,9 @@ from blockdraft.targets.native import NativeTarget
 def test_layers_are_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(family, tmp_path)
     try:
-        plain, compiled = (load_target(tmp_path, "float32", "cpu", "native", "off") for _ in range(2))
+        plain, compiled = (
+            load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile="off") for _ in range(2)
+        )
     except ValueError as error:
         pytest.skip(str(error))
     assert isinstance(plain, NativeTarget) and isinstance(compiled, NativeTarget)

@@ -22,7 +22,7 @@ TREES = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, -1, -1]]
 
 def scores(folder: Path, device: str, how: dict[str, Any]) -> list[Tensor]:
     """Return logits and hidden states of prompts, of trees after them, and of tokens after committed paths."""
-    target = load_target(folder, "float32", device, compile="off", **how)
+    target = load_target(folder, dtype="float32", device=device, compile="off", **how)
     generator, cache, actual = torch.Generator().manual_seed(1), target.new_cache(3, 40), list[Tensor]()
 
     def score(parents: Tensor, rows: Any, logits_at: Tensor | None = None) -> None:

@@ -31,8 +31,12 @@ def noisy_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -
 
 
 def test_one_model_has_one_fingerprint(tiny_target_dir: Path, noisy_dir: Path) -> None:
-    loads = [load_target(tiny_target_dir, dtype, "cpu", "native") for dtype in ("float32", "bfloat16")]
-    loads += [load_target(tiny_target_dir, dtype, "cpu", "hf") for dtype in ("float32", "bfloat16")]
+    loads = [
+        load_target(tiny_target_dir, dtype=dtype, device="cpu", backend="native") for dtype in ("float32", "bfloat16")
+    ]
+    loads += [
+        load_target(tiny_target_dir, dtype=dtype, device="cpu", backend="hf") for dtype in ("float32", "bfloat16")
+    ]
     loads.append(as_target(AutoModelForCausalLM.from_pretrained(tiny_target_dir)))
     assert len({target.source_fingerprint for target in loads}) == 1
     assert len({target_fingerprint(target) for target in loads}) == 1
@@ -40,7 +44,7 @@ def test_one_model_has_one_fingerprint(tiny_target_dir: Path, noisy_dir: Path) -
 
 
 def test_float16_has_other_numbers_and_so_says_nothing(tiny_target_dir: Path) -> None:
-    target = load_target(tiny_target_dir, "float16", "cpu")
+    target = load_target(tiny_target_dir, dtype="float16", device="cpu")
     assert target.source_fingerprint is None
     assert other_target_warning("a drafter", "0123456789abcdef", target) is None
 

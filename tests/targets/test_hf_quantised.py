@@ -44,7 +44,7 @@ def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> HFTarget:
     """Return a quantized target with attention only, with experts, or with recurrent states."""
     write, family = request.param
     write(family, tmp_path)
-    target = load_target(tmp_path / "few", "float32", "cpu", "hf")
+    target = load_target(tmp_path / "few", dtype="float32", device="cpu", backend="hf")
     assert isinstance(target, HFTarget)
     assert target.architecture["quantization_config"]
     return target

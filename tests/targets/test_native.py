@@ -194,7 +194,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def native(folder: Path, dtype: str = "float32", compiled: bool = True) -> Target:
     compiled = compiled and not folder.name.startswith(UNCOMPILED)
-    target = load_target(folder, dtype, "cpu", "native", "on" if compiled else "off")
+    target = load_target(folder, dtype=dtype, device="cpu", backend="native", compile="on" if compiled else "off")
     assert target.backend == "native"
     return target
 
@@ -259,7 +259,11 @@ Scores: TypeAlias = Callable[[str, str, int], list[Tensor]]
 @pytest.fixture(scope="module")
 def transformers_scores(folders: dict[str, Path]) -> Scores:
     """Return a function of name, dtype and rows that scores with transformers, once."""
-    return cache(lambda name, dtype, rows: list(scores(load_target(folders[name], dtype, "cpu", "hf"), rows)))
+    return cache(
+        lambda name, dtype, rows: list(
+            scores(load_target(folders[name], dtype=dtype, device="cpu", backend="hf"), rows)
+        )
+    )
 
 
 def test_each_family_has_a_model_here() -> None:

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def native(folder: Path, exact: bool = False) -> NativeTarget:
-    target = load_target(folder, "float32", "cpu", exact=exact)
+    target = load_target(folder, dtype="float32", device="cpu", exact=exact)
     assert isinstance(target, NativeTarget) and target.running == (
         f"native, compiled products{', exact' if exact else ''}"
     )
@@ -124,7 +124,7 @@ def test_the_text_part_of_a_model_with_pictures_is_run_as_transformers_does(tmp_
         torch.manual_seed(0)
         Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
     ours: Target = native(tmp_path)
-    theirs = load_target(tmp_path, "float32", "cpu", "hf")
+    theirs = load_target(tmp_path, dtype="float32", device="cpu", backend="hf")
     assert ours.architecture == theirs.architecture
     assert ours.source_fingerprint == theirs.source_fingerprint == describe_target(tmp_path).fingerprint()
     tokens = torch.tensor([[5, 9, 3, 7]])

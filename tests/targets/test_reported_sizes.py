@@ -13,7 +13,7 @@ from blockdraft.tools.inspect import inspect
 def test_bytes_of_keys_and_values_are_those_of_a_cache(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path)
     about = inspect(tmp_path).about
-    target = load_target(tmp_path, "float32", "cpu", "native", "off")
+    target = load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile="off")
     per_token = target.cache_bytes(1, 200) - target.cache_bytes(1, 199)
     assert about["key_value_bytes_per_token"]["float32"] == per_token
     assert ("experts" in about) == (family == "gpt_oss")

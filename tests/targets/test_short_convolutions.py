@@ -46,7 +46,7 @@ def read(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_can_be_cut_copied_and_stored(folder: Path, way: str) -> None:
-    target = load_target(folder, "float32", "cpu", **WAYS[way])
+    target = load_target(folder, dtype="float32", device="cpu", **WAYS[way])
     assert target.can_truncate
     whole = read(target, target.new_cache(1, 30), TEXT)
     cache = target.new_cache(2, 40).of([0])

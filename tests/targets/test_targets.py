@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft import targets
 from blockdraft.errors import UsageError
-from blockdraft.targets import LoadOptions, NotCovered, as_target, load_target
+from blockdraft.targets import NotCovered, as_target, load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.native import NativeTarget
+from blockdraft.types import LoadOptions
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **ranks: int | None) -> list[tuple[str, LoadOptions]]:
@@ -53,9 +54,9 @@ def test_a_backend_that_was_asked_for_runs_it_or_nobody(monkeypatch: pytest.Monk
     asked = use(monkeypatch, odd=None)
     assert isinstance(load_target(tiny_target_dir, backend="hf"), HFTarget) and not asked
     with pytest.raises(ValueError, match="The odd backend cannot run .*: odd does not know it. Use another backend"):
-        load_target(tiny_target_dir, "float16", "cpu", "odd", "off", "int8")  # type: ignore[arg-type]
+        load_target(tiny_target_dir, dtype="float16", device="cpu", backend="odd", compile="off", quantize="int8")  # type: ignore[arg-type]
     [(_, options)] = asked
-    assert options == LoadOptions(dtype=torch.float16, device=torch.device("cpu"), compile="off", quantize="int8")
+    assert options == LoadOptions(dtype="float16", device="cpu", backend="odd", compile="off", quantize="int8")
     with pytest.raises(
         ValueError, match=r"backend is 'even'; use one of \['auto', 'hf', 'jax', 'mlx', 'native', 'odd'\]"
     ):
@@ -112,6 +113,6 @@ def test_the_dtype_of_the_checkpoint_is_the_default(
         assert load_target(folder, device="cpu", backend=backend, compile="off").dtype == expected
         assert message in caplog.text and bool(message) == bool(caplog.text)
     caplog.clear()
-    assert load_target(folder, "float16", "cpu", "hf").dtype == torch.float16 and not caplog.text
+    assert load_target(folder, dtype="float16", device="cpu", backend="hf").dtype == torch.float16 and not caplog.text
     rounded = load_target(folder, device="cpu", quantize="int8")
     assert rounded.dtype == torch.float32 and "for which" not in caplog.text

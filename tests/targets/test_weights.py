@@ -77,12 +77,15 @@ def test_drafters_of_an_adapted_model_are_distinguished_from_those_of_its_source
     assert target_fingerprint(saved) != target_fingerprint(adapted[0])
     weights = dict(rounded.named_weights())
     assert all(torch.allclose(weight, weights[name], atol=0.02) for name, weight in saved.named_weights())
-    adapted += [rounded, saved, load_target(tiny_target_dir, "bfloat16", "cpu", adapter=lora)]
+    adapted += [rounded, saved, load_target(tiny_target_dir, dtype="bfloat16", device="cpu", adapter=lora)]
     [known] = {target.source_fingerprint for target in adapted}
     other = make_adapter(peft.LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
     different = load_target(tiny_target_dir, device="cpu", adapter=other).source_fingerprint
     assert len({known, different, plain.source_fingerprint, None}) == 4
-    assert load_target(tiny_target_dir, "float16", "cpu", backend="hf", adapter=lora).source_fingerprint is None
+    assert (
+        load_target(tiny_target_dir, dtype="float16", device="cpu", backend="hf", adapter=lora).source_fingerprint
+        is None
+    )
     assert target_fingerprint(adapted[0]) == target_fingerprint(adapted[1]) != target_fingerprint(plain)
     with pytest.raises(ValueError, match="is quantised .compressed-tensors., and no adapter can be merged"):
         load_target(tmp_path / "int8", device="cpu", adapter=lora)

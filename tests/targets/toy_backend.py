@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.nn.cache import KVCache
-from blockdraft.targets.base import LoadOptions, NotCovered, Target, TargetOutput
+from blockdraft.targets.base import NotCovered, Target, TargetOutput
+from blockdraft.types import LoadOptions
 
 RANK = 5
 MODEL_TYPE = "toy-recurrent"

@@ -20,8 +20,7 @@ from blockdraft.drafters.mtp.drafter import MTPDrafter
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, backends, load_target
-from blockdraft.targets.base import LoadOptions
-from blockdraft.types import SamplingParams
+from blockdraft.types import LoadOptions, SamplingParams
 from blockdraft_jax.model import local_layout
 
 pytestmark = pytest.mark.jax
@@ -48,9 +47,9 @@ EAGLE3 = [
 @pytest.fixture(scope="module")
 def targets(tiny_target_dir: Path) -> tuple[Target, Target]:
     """The target in JAX on one device, and natively."""
-    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"))
+    options = LoadOptions(dtype="float32", device="cpu")
     ours: Target = backends()["jax"].load(tiny_target_dir, options, local_layout(jax.local_devices()[:1]))
-    return ours, load_target(tiny_target_dir, "float32", "cpu", backend="native", compile="off")
+    return ours, load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
 
 
 def randomized(network: Any) -> Any:

@@ -17,8 +17,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.targets import Target, backends, load_target
-from blockdraft.targets.base import LoadOptions
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import Drafting, LoadOptions, SamplingParams
 from blockdraft_jax.model import Layout, local_layout
 
 pytestmark = pytest.mark.jax
@@ -31,7 +30,7 @@ TREE = torch.tensor([[7, 60, 33, 12, 9, 11]]), torch.tensor([[-1, 0, 1, 0, 3, 4]
 
 def load(path: Path, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> Any:
     layout = layout or local_layout(jax.local_devices()[:1])
-    return backends()["jax"].load(path, LoadOptions(dtype=dtype, device=torch.device("cpu")), layout)
+    return backends()["jax"].load(path, LoadOptions(dtype=dtype, device="cpu"), layout)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def outputs(target: Target, drafter: Any, temperature: float = 0.0) -> list[list
 def test_logits_and_hidden_states_equal_transformers(family: str, tmp_path: Path) -> None:
     """Scores a tree behind a prompt that is longer than the sliding windows."""
     folder = write_model(family, tmp_path)
-    ours, theirs = load(folder), load_target(folder, "float32", "cpu", backend="hf")
+    ours, theirs = load(folder), load_target(folder, dtype="float32", device="cpu", backend="hf")
     target_layers, scored = (0, ours.num_layers), []
     for target in (ours, theirs):
         cache = target.new_cache(1, 40)

@@ -34,7 +34,7 @@ def native(tiny_target_dir: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, "float32", "cpu", backend="mlx")
+    return load_target(tiny_target_dir, dtype="float32", device="cpu", backend="mlx")
 
 
 def outputs(target: Target, drafter: Any, drafting: Drafting | None = None) -> list[list[int]]:
@@ -95,7 +95,7 @@ def test_a_family_whose_trees_fail_the_check_gets_chains(
         return lambda x, offset=0: rope(x, offset=offset)
 
     monkeypatch.setattr(qwen3, "initialize_rope", initialize)
-    target = load_target(tiny_target_dir, "float32", "cpu", backend="mlx")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="mlx")
     assert not target.has_trees
     with pytest.raises(ValueError, match="tree_budget must be 0 with the backend mlx"):
         outputs(target, tiny_drafter_dir, Drafting(tree_budget=9))
@@ -169,7 +169,7 @@ def test_quantized_checkpoints(
     model, config = quantize_model(model, config, 32, bits)
     save_model(tmp_path, model)
     save_config(config, tmp_path / "config.json")
-    few: Any = load_target(tmp_path, asked, "cpu", backend="mlx")
+    few: Any = load_target(tmp_path, dtype=asked, device="cpu", backend="mlx")
     assert (few.running, str(few.dtype)) == (f"mlx, int{bits} weights", f"torch.{runs}")
     warning = f"has scales in torch.{runs} and computes in that dtype, not in torch.{asked}"
     assert (warning in caplog.text) == (runs != asked)
@@ -193,7 +193,7 @@ def test_logits_equal_transformers(family: str, rope: dict[str, Any] | None, tmp
         if rope is not None:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"rope_parameters": rope}
             (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        target = load_target(folder, "float32", "cpu", backend=backend)
+        target = load_target(folder, dtype="float32", device="cpu", backend=backend)
         tokens = torch.tensor([[7, 60, 33, 12, 9, 11]])
         scored.append(in_torch(target.forward(tokens, chain_parents(1, 6), target.new_cache(1, 8)).logits))
     torch.testing.assert_close(*scored, rtol=1e-3, atol=2e-3)
@@ -205,7 +205,7 @@ def test_sequences_longer_than_the_window(family: str, tmp_path: Path) -> None:
     scored = []
     for backend in ("mlx", "hf"):
         folder = write_model(family, tmp_path / backend, for_mlx=backend == "mlx" or family != "gpt_oss")
-        target = load_target(folder, "float32", "cpu", backend=backend)
+        target = load_target(folder, dtype="float32", device="cpu", backend=backend)
         cache = target.new_cache(1, 40)
         prompt = torch.tensor([[(5 * i + 3) % 60 + 4 for i in range(19)]])
         target.forward(prompt, chain_parents(1, 19), cache)

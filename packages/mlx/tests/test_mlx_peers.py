@@ -35,7 +35,7 @@ def ours(prompts: list[list[int]]) -> dict[str, list[tuple[list[int], list[int]]
     """Tokens of each output and how many each step committed, by backend."""
     outputs = {}
     for backend in ("mlx", "native"):
-        target = load_target(TARGET, "float32", "cpu", backend=backend)
+        target = load_target(TARGET, dtype="float32", device="cpu", backend=backend)
         with Engine(target, load_drafter(DRAFTER, target=target), 1, Drafting(None)) as engine:
             completions = [engine.generate([prompt], SamplingParams(TOKENS))[0] for prompt in prompts]
         outputs[backend] = [(completion.token_ids, completion.stats.committed) for completion in completions]

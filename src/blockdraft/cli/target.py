@@ -15,22 +15,12 @@ from blockdraft.cli.display import tell
 from blockdraft.cli.options import DATA, DRAFTING, MODEL, OUTPUT, SAMPLING, Only
 from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
-from blockdraft.settings import Flag, settings
+from blockdraft.plugins import DRAFTERS, entry_points, install_hint
+from blockdraft.settings import Flag, field_info, settings
 from blockdraft.timing import telling
-from blockdraft.types import (
-    DEFAULT_BACKEND,
-    DEFAULT_COMPILE,
-    Backend,
-    Compile,
-    Drafting,
-    KVDtype,
-    Quantize,
-    SamplingParams,
-)
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_LOAD_OPTIONS, Drafting, LoadOptions, SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
     from blockdraft.drafters import Drafter
     from blockdraft.targets import Target, TargetText
 
@@ -65,41 +55,25 @@ TARGET = (
 )
 
 
+TRAINING = "target adapter revision dtype device backend"  # options of a target to train for
+
+
 @settings
-class TargetSettings:
+class TargetSettings(LoadOptions):
     """A target to train for. Its default does not depend on what has been pulled, as data and drafters go with it."""
 
     target: Annotated[str | None, Flag(metavar="DIR|NAME")] = Field(
         None, description=f"{TARGET}the bundled tiny model."
     )
-    adapter: Annotated[str | None, Flag(metavar="DIR")] = Field(
-        None, description="PEFT adapter, such as a LoRA, to merge into the target: a folder or hub name."
-    )
-    revision: Annotated[str | None, Flag(metavar="NAME")] = Field(
-        None, description="Branch, tag or commit of the target's repository on the hub."
-    )
-    dtype: Annotated[str | None, Flag(metavar="float32|bfloat16|float16")] = Field(
-        None,
-        description="Number format of weights and arithmetic; by default the checkpoint's, or float32 where a CPU "
-        "lacks that.",
-    )
-    device: str | None = Field(
-        None, description="Device of the target, such as cpu or cuda:1; by default the first GPU, else the CPU."
-    )
-    backend: Annotated[Backend, Flag(metavar="auto|hf|jax|mlx|native")] = Field(
-        DEFAULT_BACKEND,
-        description="What runs the target: native (our decoder), hf (transformers), mlx (mlx-lm, for Apple silicon), "
-        "jax (for TPUs), or auto, which is native where it knows the model.",
-    )
 
-    def load(self, device: Any = None, **more: Any) -> Target:
+    def load(self, device: Any = None, **changes: Any) -> Target:
         """Load the target.
 
         Args:
-            more: Further arguments of `load_target`.
+            device: Device in place of that of these settings, unless None.
+            changes: As for `load_target`.
         """
-        place, device = self.target or "bundled", device or self.device
-        return load(place, self.dtype, device, self.backend, adapter=self.adapter, revision=self.revision, **more)
+        return load(self.target or "bundled", self.load_options(), device=device or self.device, **changes)
 
 
 @settings
@@ -109,40 +83,9 @@ class DecodingSettings(TargetSettings):
     target: Annotated[str | None, Flag(metavar="DIR|NAME")] = Field(
         None, description=f"{TARGET}SmolLM2 if it has been pulled, else the bundled tiny model."
     )
-    threads: int | Literal["auto"] = Field(
-        "auto", description="Threads on a CPU; auto measures the fastest number once, unless OMP_NUM_THREADS is set."
-    )
-    compile: Compile = Field(
-        DEFAULT_COMPILE,
-        description="Compiled forward pass of the native decoder. On a CPU, auto uses the C library of the package or "
-        "the machine's compiler, and on fails if there is neither. On an NVIDIA GPU, torch.compile and CUDA graphs; "
-        "auto runs uncompiled until they are ready.",
-    )
-    quantize: Quantize | None = Field(
-        None,
-        description="Quantize the target's weights. The output is then that of the quantized model. int4 is for CPUs, "
-        "fp8 for NVIDIA GPUs.",
-    )
-    kv_dtype: KVDtype | None = Field(
-        None, description="Quantize the key/value cache: half the memory of bfloat16. For CPUs."
-    )
-    max_context: Annotated[int | None, Flag("--max-model-len", metavar="TOKENS")] = Field(
-        None,
-        description="Maximum number of tokens of prompt and answer together; by default the model's own "
-        "context, extended by its RoPE scaling. Output beyond that context may be poor.",
-    )
-    round_drafters: Annotated[bool, Flag("--round-drafter/--keep-drafter")] = Field(
-        True,
-        description="Quantize the drafter like the target, to 8 bits next to a target in bfloat16, or to fewer after "
-        "quantization-aware training.",
-    )
+    threads: int | Literal["auto"] | None = Field("auto", description=field_info(LoadOptions, "threads").description)
     chat_template: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         None, description="Chat template to use instead of the target's."
-    )
-    exact: bool = Field(
-        False,
-        description="Make greedy answers equal those of plain decoding even at near ties, whatever is drafted and in "
-        "any batch. Targets compiled for a CPU always do; others become slower.",
     )
 
     def load_for(self, drafter: str | None = None, draft_vocab: str | None = None) -> Target:
@@ -160,9 +103,7 @@ class DecodingSettings(TargetSettings):
         processors = os.cpu_count()
         if isinstance(self.threads, int) and processors and self.threads > processors:
             tell(f"--threads is {self.threads}, more than this machine's {processors} processors; it may be very slow.")
-        names = "adapter revision threads compile quantize kv_dtype max_context round_drafters exact"
-        how = {name: getattr(self, name) for name in names.split()}
-        target = load(self.target, self.dtype, self.device, self.backend, **how)
+        target = load(self.target, self.load_options())
         set_template(target, template)
         return target
 
@@ -198,8 +139,14 @@ def set_template(target: Target | TargetText, template: str | None) -> None:
         target.tokenizer.chat_template = template
 
 
-TrainingTarget = Annotated[TargetSettings, Only(panel=MODEL)]
+TrainingTarget = Annotated[TargetSettings, Only(TRAINING, MODEL)]
 DecodingTarget = Annotated[DecodingSettings, Only(panel=MODEL)]
+
+
+def _plugin_drafters() -> str:
+    """Return the names of drafters that plugins of other projects bring, for a help text."""
+    names = (name for name in entry_points(DRAFTERS) if install_hint(DRAFTERS, name) is None)
+    return "".join(f", {name} (a plugin)" for name in names)
 
 
 @settings
@@ -211,7 +158,7 @@ class DrafterSettings:
         description="Drafter: the folder, GGUF file or hub name of one, or the folder of a smaller language model or "
         "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target), "
         "lookup (copies what followed earlier), none (plain decoding), bundled (the default for targets that have "
-        "one; others get lookup). A + combines several, as in lookup+DIR.",
+        f"one; others get lookup){_plugin_drafters()}. A + combines several, as in lookup+DIR.",
     )
     draft_vocab: DraftVocab = Field(None, description=DRAFT_VOCAB)
 
@@ -237,29 +184,20 @@ class DrafterSettings:
         return drafter
 
 
-def load(
-    path: str | None,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
-    backend: Backend = DEFAULT_BACKEND,
-    **more: Any,
-) -> Target:
+def load(path: str | None, options: LoadOptions = DEFAULT_LOAD_OPTIONS, **changes: Any) -> Target:
     """Call `load_target` without the messages of transformers.
 
     Standard error says if it takes long, and why another backend than the native decoder runs the target.
-
-    Args:
-        more: Further arguments of `load_target`.
     """
     from blockdraft.targets import load_target
 
     quiet()
     with telling(tell, "Loading the target", at_once=False):
-        target = load_target(path, dtype, device, backend, **more)
+        target = load_target(path, options, **changes)
     if target.backend_reason is not None:
         name = {"hf": "transformers", "native": "our own decoder"}.get(target.backend, target.backend)
         tell(f"The target runs on {name} (backend {target.backend}): {target.backend_reason}.")
-    elif target.chosen_for is not None and backend == DEFAULT_BACKEND:
+    elif target.chosen_for is not None and options.backend == DEFAULT_BACKEND:
         tell(f"The target runs on {target.backend}, since {target.chosen_for}; --backend native is our own decoder.")
     return target
 

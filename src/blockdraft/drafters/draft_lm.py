@@ -260,7 +260,7 @@ def load(path: Path, target: Target) -> DraftLMDrafter:
     # On a GPU a draft model is compiled where its target is.
     is_eager = target.device.type == "cuda" and getattr(target, "captured", None) is None
     compile: Compile = "off" if is_eager else "auto"
-    model = load_target(path, dtype, target.device, compile=compile, threads=torch.get_num_threads())
+    model = load_target(path, dtype=dtype, device=target.device, compile=compile, threads=torch.get_num_threads())
     return DraftLMDrafter(model, target)
 
 

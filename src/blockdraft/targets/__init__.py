@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,7 +24,6 @@ from blockdraft.machine import multiplies_bfloat16
 from blockdraft.models import TINY, default_target, located
 from blockdraft.plugins import TARGETS, install_hint, load_all, plugins
 from blockdraft.targets.base import (
-    LoadOptions,
     NotCovered,
     Target,
     TargetOutput,
@@ -51,7 +51,7 @@ from blockdraft.targets.gguf import (
 from blockdraft.targets.model_config import AnyConfig, ModelConfig, make_config
 from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint
 from blockdraft.targets.weights import open_checkpoint as open_folder
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
+from blockdraft.types import DEFAULT_LOAD_OPTIONS, LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,21 +68,7 @@ def backends() -> dict[str, ModuleType]:
     return {name: module for name, module in modules.items() if hasattr(module, "RANK")}
 
 
-def load_target(
-    path: str | Path | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    backend: Backend = DEFAULT_BACKEND,
-    compile: Compile = DEFAULT_COMPILE,
-    quantize: Quantize | None = None,
-    threads: int | Literal["auto"] | None = None,
-    exact: bool = False,
-    revision: str | None = None,
-    adapter: str | Path | None = None,
-    kv_dtype: KVDtype | None = None,
-    round_drafters: bool = True,
-    max_context: int | None = None,
-) -> Target:
+def load_target(path: str | Path | None = None, options: LoadOptions = DEFAULT_LOAD_OPTIONS, **changes: Any) -> Target:
     """Load a target.
 
     Args:
@@ -90,79 +76,32 @@ def load_target(
             catalogue model, such as "smollm2"; "bundled" is the bundled model. None is SmolLM2 if it has been pulled
             and its drafter is bundled, else the bundled model. The native backend runs GGUF files with their quantized
             weights on a CPU.
-        dtype: Dtype of weights and arithmetic, such as `torch.bfloat16` or "bfloat16". None is that of the checkpoint's
-            config.json, or float32, with a warning, if a CPU lacks it. GGUF files and quantized weights use float32 on
-            a CPU and bfloat16 elsewhere.
-        device: Device to run on; None is the first GPU if there is one, else the CPU.
-        backend: "native" is our own decoder, for the families it supports; "hf" is transformers; "mlx" is mlx-lm
-            (package `blockdraft-mlx`); "jax" runs the families of "native" on TPUs (package `blockdraft-jax`). "auto"
-            is mlx-lm on Apple silicon if it is installed and supports the model, else our own decoder, else
-            transformers.
-        compile: How to compile the native decoder. On a CPU this machine's C compiler is used: "auto" compiles if
-            possible, which takes a few seconds in the first run; "on" fails if it is not. On an NVIDIA GPU,
-            torch.compile compiles the layers, and forward passes of few nodes are captured as CUDA graphs. "auto" does
-            so in a thread, and runs uncompiled until a shape is ready; "on" waits, and fails if it cannot.
-        quantize: "int8" and "int4" quantize weights to 8 or 4 bits, with a scale for each group of inputs, embedding
-            and head always to 8; inputs of matrix products are quantized to int8. The target is then the quantized
-            model; `blockdraft quantize` writes one that loses less. For a quantized checkpoint, "int8" quantizes the
-            remaining weights. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
-        threads: Number of threads of torch and the compiled forward pass on a CPU, from now on. None keeps torch's
-            number. "auto" measures once which is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
-        exact: Make the bits of a token's logits independent of what is computed beside it. Then greedy outputs equal
-            those of plain decoding for any drafter and batch, near ties included. A target compiled for a CPU is always
-            exact. Others compute pieces of equal size, with attention in float64, which costs time. Loading checks it
-            on the model with the current number of threads.
-        kv_dtype: "int8" stores keys and values in 8 bits with a factor for each head and token, on a CPU with a
-            compiled forward pass; None stores them in `dtype`.
-        round_drafters: Whether to quantize the drafters of this target to the bits of its layers, or on a CPU to 8 bits
-            if these compute in bfloat16; to fewer bits there if the drafter was trained for them (`qat_bits`).
-            Outputs do not change; drafting gets faster, and slightly fewer tokens are accepted.
-        max_context: Maximum number of tokens of a sequence. None is the model's own, extended by its RoPE scaling.
-            Output beyond that is computed, with a warning, and may be poor.
-        revision: Branch, tag or commit of a hub name; None is the latest of its main branch.
-        adapter: Folder or hub name of a PEFT adapter, such as a LoRA, which is merged into the weights in the dtype of
-            the arithmetic. It needs the package peft (`blockdraft[adapter]`).
+        options: How to load it. Loading checks `exact` on the model, with the current number of threads.
+        changes: Fields of `LoadOptions` to change, as in `load_target(path, dtype=torch.bfloat16, quantize="int8")`.
 
     Raises:
         UsageError: The folder, dtype or device is unknown, weights cannot be read, the model is no decoder-only
             language model or not supported by the given backend, or `exact` does not hold.
     """
-    known = backends()
+    options, known = replace(options.load_options(), **changes), backends()
+    backend, threads = options.backend, options.threads
     if backend != "auto" and backend not in known:
         if (hint := install_hint(TARGETS, backend)) is not None:
             raise UsageError(f"backend is {backend!r}, which is not installed; {hint} brings it.")
         raise UsageError(f"backend is {backend!r}; use one of {['auto', *sorted(known)]}.")
-    if compile not in get_args(Compile):
-        raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
-    placed, kind = device_and_dtype(device, dtype)
+    placed, kind = device_and_dtype(options.device, options.dtype)
     path = default_target() if path is None else located(path)
-    if dtype is None and quantize is None:
-        kind = _default_dtype(path, revision, placed, kind)
+    if options.dtype is None and options.quantize is None:
+        kind = _default_dtype(path, options.revision, placed, kind)
     if isinstance(threads, int):
         if not 1 <= threads <= MAX_THREADS:
             raise UsageError(f"threads must be from 1 to {MAX_THREADS}, got {threads}.")
         torch.set_num_threads(threads)
-    if quantize not in (None, *get_args(Quantize)):
-        raise UsageError(f"quantize is {quantize!r}; use one of {sorted(get_args(Quantize))}, or None.")
-    if exact and placed.type == "mps":
+    if options.exact and placed.type == "mps":
         raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
-    if kv_dtype not in (None, *get_args(KVDtype)):
-        raise UsageError(f"kv_dtype is {kv_dtype!r}; use one of {sorted(get_args(KVDtype))}, or None.")
-    options = LoadOptions(
-        dtype=kind,
-        device=placed,
-        compile=compile,
-        quantize=quantize,
-        best_threads=threads == "auto",
-        exact=exact,
-        revision=revision,
-        adapter=adapter,
-        kv_dtype=kv_dtype,
-        round_drafters=round_drafters,
-        max_context=max_context,
-    )
-    if max_context is not None and max_context < 2:
-        raise UsageError(f"max_context must be at least 2, got {max_context}.")
+    if options.max_context is not None and options.max_context < 2:
+        raise UsageError(f"max_context must be at least 2, got {options.max_context}.")
+    options = replace(options, dtype=str(kind).removeprefix("torch."), device=str(placed))
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
@@ -170,8 +109,8 @@ def load_target(
             target: Target = known[name].load(path, options)
         except NotCovered as refused:
             passes_on = known[name].RANK is not None and known[name].RANK < 0
-            if backend != "auto" or ((quantize or kv_dtype) and not passes_on):
-                other_weights = f"other weights, or leave {'quantize' if quantize else 'kv_dtype'} out"
+            if backend != "auto" or ((options.quantize or options.kv_dtype) and not passes_on):
+                other_weights = f"other weights, or leave {'quantize' if options.quantize else 'kv_dtype'} out"
                 others = "another backend, or auto" if backend != "auto" else other_weights
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
@@ -181,9 +120,9 @@ def load_target(
                 raise
             raise UsageError(f"{error} The other backend cannot run it, because {reason}.") from error
         target.backend_reason = None if reason is None else str(reason)
-        if max_context is not None:
-            set_max_context(target, max_context)
-        if exact:
+        if options.max_context is not None:
+            set_max_context(target, options.max_context)
+        if options.exact:
             check_exact(target)
         return target
     raise UsageError(f"No backend runs {path}: {reason}.") from reason

@@ -20,7 +20,6 @@ from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.layers import ReducedHead
-from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,29 +46,6 @@ class TargetOutput:
     logits: Tensor
     hidden_states: Tensor | None
     best: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """Options of `load_target` for a backend.
-
-    Attributes:
-        best_threads: Measure which number of threads is fastest, and use it.
-        exact: A node's logits and hidden states must not depend on what else is computed; the caller checks it.
-        max_context: Maximum number of tokens of a sequence; None is the model's.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    compile: Compile = DEFAULT_COMPILE
-    quantize: Quantize | None = None
-    best_threads: bool = False
-    exact: bool = False
-    revision: str | None = None
-    adapter: str | Path | None = None
-    kv_dtype: KVDtype | None = None
-    round_drafters: bool = True
-    max_context: int | None = None
 
 
 @dataclass(frozen=True)

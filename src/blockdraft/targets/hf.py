@@ -18,13 +18,14 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.stored import stored
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, additive_mask, attention_bytes, visible_slots
 from blockdraft.nn.cache import KVCache, RecurrentCache, cache_argument, slot_bucket
-from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
+from blockdraft.targets.base import NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import logit_factor, own_tensors
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
 from blockdraft.targets.model_config import load_config
 from blockdraft.targets.weights import expert_parts, load_model
+from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,8 +68,8 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
     model, source = load_model(path, options)
     with loading(path):
         tokenizer = load_tokenizer(path, options.revision)
-    with loading(path, options.device):
-        placed: Any = model.to(options.device)  # type: ignore[arg-type]
+    with loading(path, options.torch_device):
+        placed: Any = model.to(options.torch_device)  # type: ignore[arg-type]
         placed.requires_grad_(False)
     return HFTarget(
         placed,

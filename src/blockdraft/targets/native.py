@@ -33,13 +33,13 @@ from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecur
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.short_convolution import ConvolutionMemory, ConvolutionWindow
 from blockdraft.plugins import RUNNERS, runner_class
-from blockdraft.targets.base import LoadOptions, TargetOutput, set_max_context
+from blockdraft.targets.base import TargetOutput, set_max_context
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.model_config import AnyConfig
 from blockdraft.targets.native_files import read_checkpoint
-from blockdraft.types import CPU_BLOCK_SIZE, Compile
+from blockdraft.types import CPU_BLOCK_SIZE, Compile, LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,9 +62,11 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         NotCovered, UsageError: As in `read_checkpoint` and `read_gguf`.
         UsageError: The options ask for a compiled or captured forward pass, and there is none.
     """
-    on_gpu = options.device.type == "cuda"
-    if options.kv_dtype is not None and options.device.type != "cpu":
-        raise UsageError(f"kv_dtype is {options.kv_dtype!r}, which is for CPUs, and the device is {options.device}.")
+    on_gpu = options.torch_device.type == "cuda"
+    if options.kv_dtype is not None and options.torch_device.type != "cpu":
+        raise UsageError(
+            f"kv_dtype is {options.kv_dtype!r}, which is for CPUs, and the device is {options.torch_device}."
+        )
     if on_gpu and options.compile == "on" and options.exact:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
@@ -82,8 +84,8 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     target.tokenizer_reason = read.tokenizer_reason
     special = read.decoder.config.decode_only
     if on_gpu and options.compile != "off" and not options.exact and not special:
-        compiler = Compiler(options.device, in_background=options.compile == "auto")
-        target.capture(CudaRecorder(options.device), compiler)
+        compiler = Compiler(options.torch_device, in_background=options.compile == "auto")
+        target.capture(CudaRecorder(options.torch_device), compiler)
         return target
     if on_gpu and options.compile == "on":
         raise UsageError(f"compile is 'on', but CUDA graphs know no {special}; use compile auto or off.")
@@ -96,7 +98,7 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     if options.compile == "on" and target.compiled is None:
         raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
     target.exact = options.exact and target.compiled is None  # a compiled forward pass is always exact
-    if options.best_threads and target.compiled is not None:
+    if options.threads == "auto" and target.compiled is not None:
         _use_best_threads(target)
     return target
 

@@ -25,12 +25,13 @@ from blockdraft.nn.decoder_layer import Read
 from blockdraft.nn.packed import Kernels, PackedWeight, join_packed, pack_weights
 from blockdraft.nn.quantization import QuantizedWeight, best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
-from blockdraft.targets.base import LoadOptions, NotCovered
+from blockdraft.targets.base import NotCovered
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import decoder_config, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import HEAD, TABLE, open_weights, weight_files
+from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
             usual names and shapes.
         UsageError: There is no such folder or hub name, or a file cannot be read.
     """
-    dtype, device, compile, quantize = options.dtype, options.device, options.compile, options.quantize
+    dtype, device, compile, quantize = options.torch_dtype, options.torch_device, options.compile, options.quantize
     folder, by_gpu = checked_folder(path, options.revision), None
     with loading(path):
         config = load_config(path, options.revision)
@@ -202,7 +203,7 @@ def _few_bits_of(config: AnyConfig, options: LoadOptions) -> Mapping[str, Any] |
             f"quantize is {options.quantize!r}, and the checkpoint is quantized already ({few.get('quant_method')}); "
             "leave it out, or give int8, which quantizes what is still in 16 bits."
         )
-    if options.device.type != "cpu":
+    if options.torch_device.type != "cpu":
         raise NotCovered(f"it is quantized ({few.get('quant_method')}), which the device cpu alone can run")
     return few
 

@@ -19,11 +19,12 @@ from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.stored import Stored, open_tensors, stored
 from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.targets.base import LoadOptions, NotCovered
+from blockdraft.targets.base import NotCovered
 from blockdraft.targets.checkpoint import check_hub, checked_folder, find_file, is_hub_name, loading
 from blockdraft.targets.families import decoder_config, own_tensors, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, load_config
+from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:  # takes as long to import as torch
     from transformers import PreTrainedModel
@@ -177,9 +178,8 @@ def open_checkpoint(
             f"{path} is quantised already ({quantization.get('quant_method')}); give the model that it was made of."
         )
     config = text_part(config)
-    options = LoadOptions(
-        dtype=torch.float32, device=torch.device("cpu"), compile="off", revision=revision, adapter=adapter
-    )
+    merged = None if adapter is None else str(adapter)
+    options = LoadOptions(dtype="float32", device="cpu", compile="off", revision=revision, adapter=merged)
     try:
         wanted = decoder_config(config)
         tensors, source = open_weights(path, wanted, config, options)
@@ -222,7 +222,7 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
 
     with loading(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=options.dtype, revision=options.revision, output_loading_info=True
+            path, dtype=options.torch_dtype, revision=options.revision, output_loading_info=True
         )
     model, report = loaded
     missing = sorted(report["missing_keys"])
@@ -233,7 +233,7 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
         )
     if options.adapter is None:
         return model, None
-    source = "" if options.dtype == torch.float16 else weights_fingerprint(model.named_parameters())
+    source = "" if options.torch_dtype == torch.float16 else weights_fingerprint(model.named_parameters())
     merged, weights = _merged(model, path, options.adapter)
     return merged, source and weights_fingerprint(weights.items(), source)
 

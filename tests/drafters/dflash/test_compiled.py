@@ -16,7 +16,7 @@ from blockdraft.targets import load_target
 
 @pytest.fixture(params=["tiny_drafter_dir", "tiny_dflash2_dir"])
 def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledDraftPass:
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     drafter: Any = load_drafter(request.getfixturevalue(request.param), target=target)
     assert isinstance(drafter._run, CompiledDraftPass) and drafter.compile_reason is None
     return drafter._run

@@ -273,7 +273,7 @@ def test_a_context_that_does_not_fit_is_refused(
 def test_draft_tokens_are_the_pass_and_the_head_in_one_call(
     dtype: str, first: int, kind: str, tiny_target_dir: Path
 ) -> None:
-    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
+    target = load_target(tiny_target_dir, dtype=dtype, device="cpu", backend="native", compile="on")
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_dim": 8}
     network = made_network(replace(KINDS[kind], **sizes)).to(target.dtype)  # type: ignore[arg-type]
     run = target.runner(network)
@@ -311,7 +311,7 @@ def compiled_pass(
 def test_a_head_of_part_of_the_vocabulary_is_packed_into_the_same_call(
     dtype: str, kind: str, tiny_target_dir: Path
 ) -> None:
-    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
+    target = load_target(tiny_target_dir, dtype=dtype, device="cpu", backend="native", compile="on")
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_dim": 8}
     network = made_network(replace(KINDS[kind], **sizes)).to(target.dtype)  # type: ignore[arg-type]
     kept = torch.randperm(target.vocab_size)[:37]
@@ -336,7 +336,7 @@ def test_a_head_that_is_not_in_the_library_is_called(
 ) -> None:
     """The head of a target with another dtype, or the drafter's own."""
     dtype = "float32" if own_head else "bfloat16"
-    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
+    target = load_target(tiny_target_dir, dtype=dtype, device="cpu", backend="native", compile="on")
     network = made_network(replace(CONFIG, hidden_size=target.hidden_size, head_dim=8))
     head = (lambda hidden: 3 * hidden) if own_head else None
     if not own_head:
@@ -355,7 +355,9 @@ def test_quantized_if_the_targets_library_supports_the_head_size(
     head_dim: int, bits: int | None, kind: str, tiny_target_dir: Path
 ) -> None:
     """The target's attention heads have size 8."""
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", "on", "int4")
+    target = load_target(
+        tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", quantize="int4"
+    )
     network = made_network(replace(KINDS[kind], hidden_size=target.hidden_size, head_dim=head_dim))
     run = compiled_pass(network, target, bits=4)
     assert run.bits == bits
@@ -368,8 +370,8 @@ def test_quantized_if_the_targets_library_supports_the_head_size(
 def test_what_is_compiled_and_what_is_not(
     network: DFlashNetwork, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
-    plain = load_target(tiny_target_dir, "float32", "cpu", "native", compile="off")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
+    plain = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
     assert isinstance(target.runner(deepcopy(network)), CompiledDraftPass)
     assert isinstance(plain.runner(deepcopy(network)), DraftPass)
     odd = target.runner(DFlashNetwork(replace(CONFIG, head_dim=6)))
@@ -395,7 +397,7 @@ def test_what_is_compiled_and_what_is_not(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_of_an_owned_network_are_freed(tiny_target_dir: Path, dtype: torch.dtype) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     torch.manual_seed(3)
     network = DFlashNetwork(CONFIG).eval().to(dtype)
     before, weights = deepcopy(network), [weakref.ref(weight) for weight in network.parameters() if weight.ndim == 2]

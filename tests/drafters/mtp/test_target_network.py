@@ -217,7 +217,7 @@ def test_answers_are_those_of_plain_decoding(
 
 def test_dtypes_of_a_head_in_bfloat16(publish: Callable[[str], Published]) -> None:
     """With weights of 16 bits, the router's bias and the rotary angles stay in 32."""
-    target = load_target(publish("deepseek_v3").folder, "bfloat16", backend="hf")
+    target = load_target(publish("deepseek_v3").folder, dtype="bfloat16", backend="hf")
     drafter = load_drafter("mtp", target=target)
     assert isinstance(drafter, MTPDrafter)
     kinds = {name: one.dtype for name, one in drafter.network.state_dict().items() if one.dtype != torch.bfloat16}

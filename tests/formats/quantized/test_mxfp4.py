@@ -61,12 +61,14 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
-    target, tokens = load_target(folder, "float32", "cpu", **options), torch.arange(10, 30)[None]
+    target, tokens = load_target(folder, dtype="float32", device="cpu", **options), torch.arange(10, 30)[None]
     return target.forward(tokens, chain(tokens).parents, target.new_cache(1, 20)).logits
 
 
 def test_weights_are_those_of_transformers(folders: tuple[Path, Path]) -> None:
-    packed, dense = (dict(load_target(folder, "float32", "cpu", "native").named_weights()) for folder in folders)
+    packed, dense = (
+        dict(load_target(folder, dtype="float32", device="cpu", backend="native").named_weights()) for folder in folders
+    )
     assert packed.keys() == dense.keys()
     assert all(torch.equal(packed[name], dense[name]) for name in dense)
 
@@ -88,4 +90,4 @@ def test_incomplete_checkpoints_are_refused(folders: tuple[Path, Path]) -> None:
         own = {key: tensor for key, tensor in tensors.items() if key != name}
         save_file(own if scales is None else own | {name: scales.contiguous()}, packed / "model.safetensors")
         with pytest.raises(UsageError, match=message):
-            load_target(packed, "float32", "cpu", "native")
+            load_target(packed, dtype="float32", device="cpu", backend="native")

@@ -125,7 +125,9 @@ def test_logits_of_a_target_with_factors_are_torchs(name: str, tiny_target_dir: 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         GraniteForCausalLM(GraniteConfig(**sizes, **same, **factors, initializer_range=0.3)).save_pretrained(tmp_path)
-    plain, target = (load_target(tmp_path, "float32", "cpu", "native", compile=mode) for mode in ("off", "on"))
+    plain, target = (
+        load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile=mode) for mode in ("off", "on")
+    )
     tokens = torch.arange(9)[None]
     outputs = [
         own.forward(tokens, torch.arange(-1, 8)[None], own.new_cache(1, 9), (0, 1, 2, 3)) for own in (plain, target)
@@ -193,7 +195,7 @@ def test_a_chain_in_one_call_is_that_of_its_nodes(
 
 
 def test_a_chain_through_numbers_that_are_none(tiny_target_dir: Path) -> None:
-    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    target: Any = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     network = network_of("eagle3")
     run = target.runner(network)
     state = two_texts(run, network)
@@ -203,7 +205,7 @@ def test_a_chain_through_numbers_that_are_none(tiny_target_dir: Path) -> None:
 
 
 def test_what_a_chain_refuses(tiny_target_dir: Path) -> None:
-    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    target: Any = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     run = target.runner(network_of("eagle3"))
     state = two_texts(run, run.network)
     with pytest.raises(UsageError, match="Token id 265 is none of the 265"):
@@ -238,7 +240,7 @@ def test_weights_are_rounded_as_the_targets_unless_they_are_to_be_kept(
 
 @pytest.fixture(params=["eagle3", "mtp with heads of its own"])
 def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledAutoregressive:
-    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    target: Any = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     actual = target.runner(network_of(request.param))
     assert isinstance(actual, CompiledAutoregressive)
     return actual
@@ -293,7 +295,7 @@ def test_tokens_must_be_known(run: CompiledAutoregressive) -> None:
 def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:
     target: Any = load_target(tiny_target_dir, backend="native", compile="off")
     assert target.runner(network_of("eagle3")).compile_reason == "its target is not compiled"
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     odd = Eagle3Network(Eagle3Config(**EAGLE, head_dim=6))
     assert target.runner(odd).compile_reason == "heads of 6 are no multiple of 4"
 

@@ -39,11 +39,15 @@ def pair(proposal: object) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(params=["float32", "bfloat16", "int8", "int4", "int8 keys and values"])
 def target(request: pytest.FixtureRequest, tiny_target_dir: Path) -> Target:
     if request.param in ("int8", "int4"):
-        loaded = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", quantize=request.param)
+        loaded = load_target(
+            tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", quantize=request.param
+        )
     elif "keys" in request.param:
-        loaded = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", kv_dtype="int8")
+        loaded = load_target(
+            tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", kv_dtype="int8"
+        )
     else:
-        loaded = load_target(tiny_target_dir, request.param, "cpu", "native", compile="on")
+        loaded = load_target(tiny_target_dir, dtype=request.param, device="cpu", backend="native", compile="on")
     assert loaded.compiled is not None  # type: ignore[attr-defined]
     return loaded
 
@@ -143,7 +147,9 @@ def test_the_prompt_has_the_bits_of_its_tokens_one_by_one(target: Target) -> Non
 def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path) -> None:
     """Weights quantized are in tests/kernels/cpu/test_odd_shapes.py."""
     ways: list[Literal["on", "off"]] = ["on", "off"]
-    ours, theirs = (load_target(tiny_target_dir, "float32", "cpu", "native", way) for way in ways)
+    ours, theirs = (
+        load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile=way) for way in ways
+    )
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
     torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
     nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
@@ -153,8 +159,10 @@ def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path) -> None:
 
 
 def test_keys_and_values_in_8_bits_are_near_and_take_half_the_memory_of_bfloat16(tiny_target_dir: Path) -> None:
-    ours: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "on", kv_dtype="int8")
-    theirs: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "on")
+    ours: Any = load_target(
+        tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", kv_dtype="int8"
+    )
+    theirs: Any = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     assert "int8 keys and values" in ours.running and "keys" not in theirs.running
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
     nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
@@ -167,7 +175,9 @@ def test_keys_and_values_in_8_bits_are_near_and_take_half_the_memory_of_bfloat16
 
 
 def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path) -> None:
-    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "on", kv_dtype="int8")
+    target: Any = load_target(
+        tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", kv_dtype="int8"
+    )
     blocks = torch.tensor([[9, 10, 11], [12, 13, 14], [15, 16, 17]])
     cache, _ = read(target, PROMPTS)
     right = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
@@ -184,8 +194,8 @@ def test_keys_and_values_in_8_bits_are_for_compiled_targets(tiny_target_dir: Pat
         ({"backend": "hf"}, "does not quantize keys"),
     ):
         with pytest.raises(ValueError, match=words):
-            load_target(tiny_target_dir, "float32", "cpu", kv_dtype="int8", **ways)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kv_dtype is 'int4'; use one of"):
+            load_target(tiny_target_dir, dtype="float32", device="cpu", kv_dtype="int8", **ways)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kv_dtype must be 'int8', got 'int4'"):
         load_target(tiny_target_dir, kv_dtype="int4")  # type: ignore[arg-type]
 
 
@@ -195,7 +205,10 @@ def test_a_checkpoint_in_bfloat16_is_kept_in_it_for_the_same_float32_numbers(
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "narrow")
     model.float().save_pretrained(tmp_path / "wide")
-    kept, widened = (load_target(tmp_path / name, "float32", "cpu", "native", "on") for name in ("narrow", "wide"))
+    kept, widened = (
+        load_target(tmp_path / name, dtype="float32", device="cpu", backend="native", compile="on")
+        for name in ("narrow", "wide")
+    )
     assert "weights kept in bfloat16" in kept.running and "bfloat16" not in widened.running
     (_, ours), (_, theirs) = read(kept, PROMPTS), read(widened, PROMPTS)
     assert_same_bits(ours, theirs)
@@ -213,7 +226,7 @@ def test_the_best_token_is_the_first_of_the_largest_logits_or_none(
 
     def output() -> TargetOutput:
         model.save_pretrained(tmp_path)
-        target = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+        target = load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile="on")
         nodes = chain(torch.arange(1, 101)[None])
         return target.forward(nodes.tokens, nodes.parents, target.new_cache(1, 128), ())
 
@@ -356,8 +369,8 @@ def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
     finally:
         begun.cache_clear()
     with pytest.raises(ValueError, match="float16"):
-        load_target(tiny_target_dir, "float16", "cpu", compile="on")
-    with pytest.raises(ValueError, match="compile is 'yes'"):
+        load_target(tiny_target_dir, dtype="float16", device="cpu", compile="on")
+    with pytest.raises(ValueError, match="compile must be 'auto', 'on' or 'off', got 'yes'"):
         load_target(tiny_target_dir, compile="yes")  # type: ignore[arg-type]
 
 

@@ -204,7 +204,7 @@ def outcome(work: Callable[[], object]) -> str:
 
 def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: Path) -> None:
     """Print each case and its outcome."""
-    target: Any = load_target(target_dir, "float32", "cpu", "native", compile="on")
+    target: Any = load_target(target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     drafter: Any = load_drafter(drafter_dir, target=target)
     decoder, run = target.compiled, drafter._run
     assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftPass)
@@ -217,7 +217,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
         tokens, parents = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, 0]] * 2)
         return decoder.forward(tokens.clone(), parents, cache, [store], (0, 3))
 
-    mixture: Any = load_target(mixture_dir, "float32", "cpu", "native", compile="on")
+    mixture: Any = load_target(mixture_dir, dtype="float32", device="cpu", backend="native", compile="on")
 
     eagle: Any = load_drafter(eagle_dir, target=target)
     rows_run, texts = eagle._run, KVCache(2, 8)
@@ -294,7 +294,7 @@ def test_experts_without_numbers_give_none(name: str, mixture_dir: Path, tmp_pat
     weights[f"model.layers.1.mlp.{name}.weight"][0, 0] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     for mode in ("on", "off"):
-        target = load_target(tmp_path, "float32", "cpu", "native", compile=mode)
+        target = load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile=mode)
         output = target.forward(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]]), target.new_cache(1, 2), (0,))
         assert output.hidden_states is not None
         assert output.logits.isnan().all() and output.hidden_states.isfinite().all()
@@ -320,7 +320,7 @@ def test_of_experts_with_equal_scores_the_first_are_chosen(mixture_dir: Path, tm
         for key in weights:
             weights[key] *= factor if name in key else 1.0
         save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-        target = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+        target = load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile="on")
         outputs.append(target.forward(torch.tensor([[1]]), torch.tensor([[-1]]), target.new_cache(1, 1)).logits)
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[3])

@@ -68,8 +68,10 @@ def logits_and_hidden_states(target: Target) -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [3, 17, 21])
 def test_it_computes_what_transformers_computes(tmp_path: Path, family: str, head_dim: int, window: int) -> None:
     write_model(tmp_path, family, head_dim, window)
-    exact = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "hf"))
-    compiled = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "native", "on"))
+    exact = logits_and_hidden_states(load_target(tmp_path, dtype="float32", device="cpu", backend="hf"))
+    compiled = logits_and_hidden_states(
+        load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile="on")
+    )
     torch.testing.assert_close(compiled, exact, atol=1e-4, rtol=1e-4)
 
 
@@ -77,9 +79,12 @@ def test_it_computes_what_transformers_computes(tmp_path: Path, family: str, hea
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_weights_quantized_give_what_torch_gives(tmp_path: Path, family: str, quantize: Any) -> None:
     write_model(tmp_path, family, 8, 17, sizes=SIZES | {"hidden_size": 48, "intermediate_size": 24})
-    ours, theirs = (load_target(tmp_path, "float32", "cpu", "native", way, quantize) for way in ("on", "off"))  # type: ignore[arg-type]
+    ours, theirs = (
+        load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile=way, quantize=quantize)
+        for way in ("on", "off")
+    )  # type: ignore[arg-type]
     assert f"{quantize} weights" in ours.running and f"{quantize} weights" in theirs.running
-    exact = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "hf"))
+    exact = logits_and_hidden_states(load_target(tmp_path, dtype="float32", device="cpu", backend="hf"))
     for a, b, right in zip(logits_and_hidden_states(ours), logits_and_hidden_states(theirs), exact, strict=True):
         # Where two sums differ in the last bit, an input may be rounded to the next of 254 codes.
         assert float((a - b).abs().mean() / b.abs().mean()) < 0.005
@@ -94,7 +99,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(
     """With more groups than nodes, so that threads share the groups of an input when they quantize it."""
     shape = {"hidden_size": 168, "intermediate_size": 184, "num_attention_heads": 21, "num_key_value_heads": 3}
     write_model(tmp_path, family, 8, 17, sizes=SIZES | shape)
-    target = load_target(tmp_path, "float32", "cpu", "native", "on", quantize)
+    target = load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile="on", quantize=quantize)
     outputs = []
     for threads in (1, 3):
         set_threads(threads)
@@ -148,8 +153,10 @@ def test_a_channel_of_large_numbers_costs_its_own_group_alone(tmp_path: Path, ho
             if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
                 parameter[:, 3] /= 100
     model.save_pretrained(tmp_path)
-    exact = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "hf"))
-    ours = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "native", "on", **how))
+    exact = logits_and_hidden_states(load_target(tmp_path, dtype="float32", device="cpu", backend="hf"))
+    ours = logits_and_hidden_states(
+        load_target(tmp_path, dtype="float32", device="cpu", backend="native", compile="on", **how)
+    )
     for a, right in zip(ours, exact, strict=True):
         error = float((a - right).norm() / right.norm())
         assert 1e-4 < error < most, error
@@ -162,7 +169,7 @@ def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(
     monkeypatch.setattr(native_files, "build", lambda *given: build(*given[:4]))
     write_model(tmp_path, "mistral", 8, 40, torch.bfloat16)
     rounded, exact = (
-        logits_and_hidden_states(load_target(tmp_path, dtype, "cpu", "native", "on"))
+        logits_and_hidden_states(load_target(tmp_path, dtype=dtype, device="cpu", backend="native", compile="on"))
         for dtype in ("bfloat16", "float32")
     )
     errors = [float((a - b).abs().mean() / b.abs().mean()) for a, b in zip(rounded, exact, strict=True)]

@@ -29,7 +29,7 @@ COSTS: dict[str, tuple[list[float] | None, float]] = {
 
 
 def drafter_of(folder: Path, target_dir: Path, recorder: Recorder | None, compiler: Compiler | None = None) -> Any:
-    target: Any = load_target(target_dir, "float32", CPU, "native", "off")
+    target: Any = load_target(target_dir, dtype="float32", device=CPU, backend="native", compile="off")
     if recorder is not None:
         target.capture(recorder, compiler)
     return load_drafter(folder, target=target)

@@ -62,7 +62,7 @@ def test_logits_are_those_of_uncompiled_forwards(small_buckets: None, name: str)
 
 @torch.no_grad()
 def test_draft_passes_write_in_place(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    target: Any = load_target(tiny_target_dir, "float32", CPU, "native", "off")
+    target: Any = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
     target.captured = CapturedDecoder(target.decoder, Recorder(), Compiler(CPU, in_background=False))
     run = cast("Any", load_drafter(tiny_drafter_dir, target=target))._run
     config = run.config
@@ -180,7 +180,7 @@ def test_answers_are_those_of_an_uncompiled_engine(
     params = [SamplingParams(12, temperature=float(row == 1), seed=1, ignore_eos=True) for row in range(rows)]
     answers, recorder = [], Recorder()
     for capture in (False, True):
-        target = load_target(tiny_target_dir, "float32", CPU, "native", "off")
+        target = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
         assert isinstance(target, NativeTarget)
         if capture:
             target.capture(recorder, Compiler(CPU, in_background=False))
@@ -195,7 +195,7 @@ def test_answers_are_those_of_an_uncompiled_engine(
 def test_draft_passes_are_those_of_an_uncompiled_drafter(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     actual, recorder = [], Recorder()
     for capture in (False, True):
-        target = load_target(tiny_target_dir, "float32", CPU, "native", "off")
+        target = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
         assert isinstance(target, NativeTarget)
         if capture:
             target.captured = CapturedDecoder(target.decoder, recorder, Compiler(CPU, in_background=False))

@@ -175,7 +175,7 @@ def test_answers_are_those_of_an_eager_engine(
     params = [SamplingParams(5 + 7 * row, temperature=float(row == 2), seed=1, ignore_eos=True) for row in range(4)]
     answers = []
     for capture in (False, True):
-        target = load_target(tiny_target_dir, "float32", device, "native", "off")
+        target = load_target(tiny_target_dir, dtype="float32", device=device, backend="native", compile="off")
         assert isinstance(target, NativeTarget)
         if capture:
             target.capture(recorder)
@@ -192,7 +192,9 @@ def test_answers_are_those_of_an_eager_engine(
 def test_how_often_a_greedy_step_waits_for_a_gpu(
     tiny_target_dir: Path, tiny_drafter_dir: Path, capture: bool, budget: int, waits: int
 ) -> None:
-    target = load_target(tiny_target_dir, "float32", "cuda", "native", "on" if capture else "off")
+    target = load_target(
+        tiny_target_dir, dtype="float32", device="cuda", backend="native", compile="on" if capture else "off"
+    )
     drafter = load_drafter(tiny_drafter_dir, target=target)
     runner, rows = Probe(target, drafter).open_sequences(1, 3, 64)
     plan = ChainPlan(drafter.block_size, [SamplingParams()]).as_tree(budget)
@@ -214,7 +216,7 @@ def test_draft_passes_are_those_of_an_eager_drafter(
 ) -> None:
     actual = []
     for capture in (False, True):
-        target = load_target(tiny_target_dir, "float32", device, "native", "off")
+        target = load_target(tiny_target_dir, dtype="float32", device=device, backend="native", compile="off")
         assert isinstance(target, NativeTarget)
         if capture:
             target.capture(recorder)

@@ -57,7 +57,7 @@ def test_how_often_a_greedy_step_waits(
 ) -> None:
     """The numbers are those of test_graphs.py, which counts on a GPU."""
     with pretended_gpu() as actual:
-        target = load_target(tiny_target_dir, "float32", GPU, "native", "off")
+        target = load_target(tiny_target_dir, dtype="float32", device=GPU, backend="native", compile="off")
         recorder = Recorder()
         if capture:
             assert isinstance(target, NativeTarget)

@@ -100,7 +100,7 @@ def test_q_is_the_distribution_that_draft_tokens_are_sampled_from(drafter: FlowD
 def test_torch_runs_it_next_to_a_compiled_target(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
     actual = []
     for compile in ("on", "off"):
-        target = load_target(tiny_target_dir, "float32", "cpu", "native", compile=compile)
+        target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile=compile)
         drafter = load_drafter(tiny_flow_dir, target=target)
         assert isinstance(drafter, FlowDrafter) and drafter.compile_reason is not None
         actual.append(logits_of(drafter, ChainPlan(8, [GREEDY], draft_window=4)))

@@ -22,7 +22,7 @@ from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.plugins import runner_class
-from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
+from blockdraft.targets.base import NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import (
     CheckpointTarget,
     checked_folder,
@@ -33,6 +33,7 @@ from blockdraft.targets.checkpoint import (
 from blockdraft.targets.families import decoder_config, text_part
 from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import open_weights
+from blockdraft.types import LoadOptions
 from blockdraft_jax.cache import JaxCache, JaxTensor
 from blockdraft_jax.draft_runner import JaxHost
 from blockdraft_jax.model import Array, Decoder, Layout, as_numpy, bucket, embed, jax, jnp, load_params, local_layout
@@ -70,9 +71,9 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
     for name, is_set in refused.items():
         if is_set:
             raise NotCovered(f"it has no {name}")
-    if options.dtype == torch.float16:
+    if options.torch_dtype == torch.float16:
         raise NotCovered("TPUs have no float16; choose the dtype bfloat16 or float32")
-    if options.device.type == "cuda":
+    if options.torch_device.type == "cuda":
         raise NotCovered("it selects JAX's own devices, and the device is cuda; choose the device cpu")
     checked_folder(path, options.revision)
     with loading(path):
@@ -90,7 +91,7 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
         params = load_params(
             shape.tensor_shapes(),
             lambda name: tensors[name].tensor(),
-            jnp.dtype(str(options.dtype).removeprefix("torch.")),
+            jnp.dtype(str(options.torch_dtype).removeprefix("torch.")),
             decoder.layout,
             shape.num_heads,
             shape.num_kv_heads,
@@ -100,7 +101,7 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
         decoder,
         params,
         config,
-        dtype=options.dtype,
+        dtype=options.torch_dtype,
         tokenizer=tokenizer,
         path=Path(path) if Path(path).exists() else None,
         generation_config=load_generation_config(path, options.revision),

@@ -31,7 +31,7 @@ from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.plugins import runner_class
-from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
+from blockdraft.targets.base import NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import (
     CheckpointTarget,
     checked_folder,
@@ -42,6 +42,7 @@ from blockdraft.targets.checkpoint import (
 from blockdraft.targets.families import logit_factor
 from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import weight_files
+from blockdraft.types import LoadOptions
 from blockdraft_mlx.cache import MLXCache
 from blockdraft_mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, mx, quantize_weight
 
@@ -87,7 +88,7 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
         if is_set:
             remedy = "; mlx_lm.convert --quantize writes a quantized model" if name == "quantize" else ""
             raise NotCovered(f"it has no {name}{remedy}")
-    if options.device.type == "cuda":
+    if options.torch_device.type == "cuda":
         raise NotCovered("it runs on Apple's GPUs and on CPUs, and the device is cuda")
     from mlx_lm import utils
 
@@ -100,7 +101,7 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
         utils._get_classes(raw)
     except ValueError as error:
         raise NotCovered(f"mlx-lm {_version()} does not know the model ({describe(error)})") from error
-    if options.device.type == "cpu":
+    if options.torch_device.type == "cpu":
         mx.set_default_device(mx.cpu)
     with loading(path):
         text = {"tokenizer": load_tokenizer(folder, None), "generation_config": load_generation_config(folder)}
@@ -108,7 +109,7 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
     try:
         with computing():
             model, _ = utils.load_model(folder, lazy=True, model_config=_with_flat_rope(raw))
-            _cast(model, dtypes()[options.dtype])
+            _cast(model, dtypes()[options.torch_dtype])
             mx.eval(model.parameters())
         rounds = options.round_drafters
         target = MLXTarget(model, raw, config, folder=folder, path=here, round_drafters=rounds, **text)
@@ -116,8 +117,10 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
         raise
     except Exception as error:  # mlx-lm raises many kinds for unexpected keys or tensors
         raise NotCovered(f"mlx-lm {_version()} cannot run its files ({describe(error)})") from error
-    if target.dtype != options.dtype:
-        log.warning("%s has scales in %s and computes in that dtype, not in %s.", path, target.dtype, options.dtype)
+    if target.dtype != options.torch_dtype:
+        log.warning(
+            "%s has scales in %s and computes in that dtype, not in %s.", path, target.dtype, options.torch_dtype
+        )
     return target
 
 

@@ -29,7 +29,7 @@ from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_layer import Read, ReadFused, joined
 from blockdraft.nn.packed import DeviceWeight
 from blockdraft.nn.quantization import QuantizedWeight
-from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
+from blockdraft.targets.base import NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
 from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
@@ -37,6 +37,7 @@ from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import Checkpoint, make_decoder, packing
 from blockdraft.targets.weights import READ, OpenCheckpoint
+from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +75,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         )
     file = replace(file, metadata={})  # frees its vocabulary
     return_freed()
-    dtype, device = options.dtype, options.device
+    dtype, device = options.torch_dtype, options.torch_device
     on_cpu = device.type == "cpu"
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
     halved = matrices & set(FLOATS) == {"BF16"} and not weights.expanded

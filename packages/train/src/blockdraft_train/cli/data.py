@@ -14,6 +14,7 @@ from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, tell
 from blockdraft.cli.options import DATA, DRAFTING, MAKE, MODEL, SAMPLING, CommandSpec, Only
 from blockdraft.cli.target import (
+    TRAINING,
     AsJson,
     Folder,
     Records,
@@ -228,7 +229,7 @@ def hidden_states(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the hidden states, new or of an interrupted run.")
     ],
-    model: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
+    model: Annotated[TargetSettings, Only(TRAINING, MODEL, dtype="--target-dtype")],
     options: HiddenStateSettings,
 ) -> None:
     """Store the hidden states of the target's layers for training data, so that training does not compute them.

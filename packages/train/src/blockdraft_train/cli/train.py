@@ -11,7 +11,7 @@ from pydantic import Field
 from blockdraft.cli import display
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DATA, MAKE, MODEL, CommandSpec, Only, RecipeCommand
-from blockdraft.cli.target import TargetSettings
+from blockdraft.cli.target import TRAINING, TargetSettings
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, Natural, settings
@@ -61,7 +61,7 @@ def train(
     recipe: RecipeFile = None,
     *,
     options: TrainSettings,
-    model: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
+    model: Annotated[TargetSettings, Only(TRAINING, MODEL, dtype="--target-dtype")],
 ) -> None:
     """Train a drafter for a target.
 

@@ -154,8 +154,8 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     with telling(note, "Loading the target"):
         # With torch's default number of threads, as in the commands that follow.
         model, backend = where.target or "bundled", where.backend or DEFAULT_BACKEND
-        load = partial(load_target, model, where.dtype, where.device, backend)
-        load = partial(load, adapter=where.adapter, revision=where.revision)
+        named = {name: getattr(where, name) for name in ("dtype", "device", "adapter", "revision")}
+        load = partial(load_target, model, backend=backend, **named)
         target = load()
     start, facts = survey.age(), survey.target_facts(target)
     variants = _check_target(target, facts, settings.variant, complaints)
