@@ -9,6 +9,7 @@ import platform
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ CACHED = {
     MODELS: "models that `blockdraft pull` got",
 }
 LIMIT_FILE = "weights-limit"
+QUIET_SHARE = 0.15  # of the cores, which other programs may use without spoiling a measurement
 
 
 def cache_folder() -> Path:
@@ -111,6 +113,37 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def allowed_cores() -> int:
+    """Return the number of logical cores that this process may use."""
+    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+
+
+class OtherWork:
+    """Measures how much of the processor other programs use from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._before = time.monotonic(), self._seconds()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    def disturbing_cores(self) -> float | None:
+        """Return how many cores other programs have used on average, or None if too little to slow this process."""
+        used = (self._seconds() - self._before) / max(self.seconds, 1e-9)
+        allowed = allowed_cores()
+        spare = (os.cpu_count() or allowed) - allowed  # cores that this process does not use in any case
+        return used - spare if used - spare > QUIET_SHARE * allowed else None
+
+    @staticmethod
+    def _seconds() -> float:
+        """Return the seconds that all cores have worked for other processes, or for other virtual machines."""
+        times, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
+        idle = ("idle", "iowait", "guest", "guest_nice")  # those of guests count as user
+        return float(sum(value for name, value in times.items() if name not in idle) - own.user - own.system)
 
 
 class PeakMemory:

@@ -15,6 +15,7 @@ from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.engine.adaptive import costs
 from blockdraft.engine.worker import worker_of
 from blockdraft.errors import ClosedError, UsageError
+from blockdraft.machine import OtherWork
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -119,12 +120,18 @@ def test_a_listener_may_close_its_engine(target: Target, drafter: Drafter) -> No
         assert request.result(60).finish_reason in ("cancelled", "length")
 
 
-@pytest.mark.parametrize(("load", "is_stored"), [(0.0, True), (1e3, False)], ids=["idle", "busy"])
+@pytest.mark.parametrize(("other_cores", "is_stored"), [(None, True), (1.0, False)], ids=["idle", "busy"])
 def test_step_times_are_stored_for_the_next_engine_unless_the_machine_is_busy(
-    load: float, is_stored: bool, target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    other_cores: float | None,
+    is_stored: bool,
+    target: Target,
+    drafter: Drafter,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(OtherWork, "seconds", property(lambda self: 1.0))
+    monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: other_cores)
     file = costs.path(target, drafter)
     with Engine(target, drafter, drafting=Drafting("auto")) as engine:
         engine.generate(PROMPTS, GREEDY)

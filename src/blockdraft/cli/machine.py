@@ -70,9 +70,10 @@ def facts() -> Iterator[tuple[str, str]]:
     import torch
 
     from blockdraft.kernels.cpu.build import build
+    from blockdraft.kernels.cpu.threads import thread_choice
     from blockdraft.machine import free_bytes
 
-    yield "threads", f"{torch.get_num_threads()} of torch"
+    yield "threads", f"{thread_choice()} (each target has its own number)"
     total, free = psutil.virtual_memory().total, free_bytes(torch.device("cpu"))
     yield "memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free for us"
     for number in range(torch.cuda.device_count()):
@@ -205,6 +206,7 @@ def calibrate(
     from blockdraft.drafters import default_drafter, load_drafter
     from blockdraft.engine.adaptive import costs as stored_costs
     from blockdraft.engine.adaptive.costs import Probe
+    from blockdraft.machine import OtherWork
 
     target = model.load_for(drafter.drafter, drafter.draft_vocab)
     compile_at_once(target)
@@ -214,9 +216,14 @@ def calibrate(
     file = stored_costs.path(target, loaded)
     costs = None if anew else stored_costs.load(file)
     if costs is None:
-        probe = Probe(target, loaded)
+        probe, others = Probe(target, loaded), OtherWork()
         costs = stored_costs.measure(probe, loaded.block_size, options.batch_size, target.max_context, tell)
-        stored_costs.store(file, costs, stored_costs.pair_of(target, loaded))
+        if used := others.disturbing_cores():
+            tell(
+                f"Not stored, since other programs used {used:.1f} cores meanwhile; calibrate while nothing else runs."
+            )
+        else:
+            stored_costs.store(file, costs, stored_costs.pair_of(target, loaded))
     else:
         tell(f"From {file}; --anew measures again.")
     if as_json:

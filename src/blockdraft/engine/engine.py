@@ -25,7 +25,6 @@ from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import check_request, encode, encode_prediction, end_token_ids
 from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError
-from blockdraft.kernels.cpu.threads import is_busy
 from blockdraft.targets import Target
 from blockdraft.types import Drafting, Prompt, RequestDrafting, SamplingParams
 
@@ -333,7 +332,7 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests, free the memory, and store the learned step times for the next engine of this pair.
 
-        Nothing is stored while other programs keep the machine busy. Closing again does nothing.
+        Times of steps that other programs disturbed are not stored. Closing again does nothing.
         """
         with self._lock:
             if self._closed:
@@ -349,7 +348,7 @@ class Engine:
                 self._scheduler = None
                 if self._prefix_store is not None:
                     self._prefix_store.close()
-        if self.controller.automatic and not is_busy():  # times beside other work would mislead the next engine
+        if self.controller.automatic:
             for drafter, learned in self.controller.learned():
                 update(self.target, drafter, learned)
 

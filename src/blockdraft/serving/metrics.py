@@ -11,6 +11,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from blockdraft.engine import Chunk, Request
+from blockdraft.kernels.cpu.threads import thread_choice
 from blockdraft.serving.request import Finished
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # times of creation, of no use here
@@ -59,6 +60,9 @@ class Metrics:
         more: Any = {"registry": self.registry}
         for name, (explanation, value_of) in gauges.items():
             Gauge(PREFIX + name, explanation, **more).set_function(value_of)
+        threads = Gauge(f"{PREFIX}threads", "Threads of the forward pass on a CPU, and why.", ["reason"], **more)
+        choice = thread_choice()
+        threads.labels(choice.reason).set(choice.threads)
         self._ended = Counter(f"{PREFIX}requests", "Finished requests.", ["finished_reason"], **more)
         self._totals = {name: Counter(PREFIX + name, explanation, **more) for name, explanation in COUNTERS.items()}
         self._tau = Gauge(

@@ -20,6 +20,7 @@ import torch
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.kernels.cpu.threads import set_threads
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.models import TINY, default_target, located
 from blockdraft.plugins import TARGETS, install_hint, load_all, plugins
@@ -96,7 +97,7 @@ def load_target(path: str | Path | None = None, options: LoadOptions = DEFAULT_L
     if isinstance(threads, int):
         if not 1 <= threads <= MAX_THREADS:
             raise UsageError(f"threads must be from 1 to {MAX_THREADS}, got {threads}.")
-        torch.set_num_threads(threads)
+        set_threads(threads, "as requested")
     if options.exact and placed.type == "mps":
         raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
     if options.max_context is not None and options.max_context < 2:

@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 
-from blockdraft.engine.adaptive.estimates import Acceptance, StepTimes
+from blockdraft.engine.adaptive.estimates import Acceptance, Slowdown, StepTimes
 from blockdraft.engine.request import Request
 from blockdraft.types import SamplingParams
 
@@ -177,7 +177,34 @@ def test_a_size_in_between_stands_for_the_nearest_below() -> None:
         found.learn(9, 0.7 * (1.2 + 0.05 * 9), step)
         found.expected()
     assert found.at(found.expected(), 9) == pytest.approx(0.7 * 1.65, rel=0.02)
+    assert found.learned() is None  # until it is known that nothing disturbed these steps
+    found.settle(quiet=True)
     assert found.learned() == (pytest.approx(0.7), ((7, pytest.approx(0.7 * 1.55)),))
+
+
+def test_disturbed_steps_are_not_learned_for_later_and_undisturbed_ones_before_them_are() -> None:
+    found = times()
+    for quiet, seconds in ((True, 0.7), (False, 3.0), (False, 0.1)):
+        for step in range(40):
+            found.learn(None, seconds, step)
+            found.learn(3, 2 * seconds, step)
+        found.settle(quiet)
+        assert found.learned() == (pytest.approx(0.7), ((3, pytest.approx(1.4)),))
+    assert found.expected()[0] == pytest.approx(0.1, rel=0.01)  # the policy follows the machine
+    for step in range(9):
+        found.learn(3, 1.0, step)
+    found.settle(quiet=True)
+    assert found.learned() == (pytest.approx(0.7), ((3, pytest.approx(1.0)),))
+
+
+def test_steps_are_judged_every_half_second(other_cores: dict[str, float | None]) -> None:
+    slowdown = Slowdown()
+    found = StepTimes(SIZES, PRIOR, slowdown)
+    for cores, seconds in ((1.0, 0.1), (None, 0.7), (0.5, 0.2)):
+        other_cores["cores"] = cores
+        found.learn(None, seconds, 0)
+        slowdown.check()
+    assert found.learned() == (pytest.approx(0.7), ())
 
 
 def test_curves_are_interpolated() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from blockdraft.engine.request import Request
+from blockdraft.machine import OtherWork
 
 # Acceptance. Evidence is counted in draft tokens or in tokens.
 FADE = 0.98  # factor on evidence per step
@@ -25,6 +26,7 @@ REQUEST_PRIOR = 40.0  # tokens; a request with fewer counts as nearly average
 RECENT = 9  # steps of one size that count
 MIN_SECONDS = 1e-9  # a coarse clock may report 0, and times are divisors
 STALL = 1.25  # recent times count as at most this multiple of a newer one: what lies above it were stalls
+QUIET_SECONDS = 0.5  # steps within this time are stored, or not, together
 # How far the logarithm of a time may lie below its estimate: at once, with one step or with more, and what each further
 # step and second without this size adds. It is large with one step, which may have been delayed.
 RARE_MARGIN, RARE_GROWTH = 0.8, 0.05
@@ -140,6 +142,15 @@ class Slowdown:
     factor: float = 1.0
     recoveries: int = 0
     times: list[StepTimes] = field(default_factory=list)
+    _others: OtherWork = field(default_factory=OtherWork)
+
+    def check(self) -> None:
+        """Let the steps of the last half second be stored if no other program disturbed them."""
+        if self._others.seconds >= QUIET_SECONDS:
+            quiet = self._others.disturbing_cores() is None
+            for times in self.times:
+                times.settle(quiet)
+            self._others = OtherWork()
 
 
 @dataclass
@@ -153,6 +164,8 @@ class _SizeTimes:
         estimate: Lower quartile of the recent times.
         least: Lowest estimate so far, in seconds.
         slowed: Whether the estimate was twice the lowest one, and has not come back to it since.
+        undecided, quiet: Seconds of recent steps that may have been disturbed by other programs, and of those that
+            were not. They are not divided by the slowdown.
     """
 
     recent: list[float] = field(default_factory=list)
@@ -162,6 +175,8 @@ class _SizeTimes:
     estimate: float = math.nan
     least: float = math.inf
     slowed: bool = False
+    undecided: list[float] = field(default_factory=list)
+    quiet: list[float] = field(default_factory=list)
 
     @property
     def is_known(self) -> bool:
@@ -201,11 +216,12 @@ class StepTimes:
         if num_draft_tokens is not None and num_draft_tokens != self._sizes[entry - 1]:  # count as the next lower size
             seconds *= self.expected()[entry] / self.at(self.expected(), num_draft_tokens)
         size, before = self._entries[entry], self._entries[entry].estimate
+        size.undecided = [*size.undecided[1 - RECENT :], seconds * self._slowdown.factor]
         size.recent = [*(min(time, STALL * seconds) for time in size.recent[1 - RECENT :]), seconds]
         size.steps = [*size.steps[1 - RECENT :], step]
         size.count += 1
         size.last_seen = now
-        size.estimate = sorted(size.recent)[(len(size.recent) - 1) // 4]
+        size.estimate = _lower_quartile(size.recent)
         if size.count >= RECENT and step - size.steps[0] < 2 * RECENT:  # it runs most of the time
             change = size.estimate / before
             self._slowdown.factor *= change
@@ -244,10 +260,14 @@ class StepTimes:
 
     def correction(self) -> list[float]:
         """Return the factors on the prior: those of the nearest sizes that have run, interpolated in between."""
-        ran = [entry for entry, size in enumerate(self._entries) if size.count]
-        if not ran:
+        return self._correction({entry: size.estimate for entry, size in enumerate(self._entries) if size.count})
+
+    def _correction(self, estimates: Mapping[int, float]) -> list[float]:
+        """Return the factors on the prior, given the estimates of some entries."""
+        if not estimates:
             return [1.0] * len(self._prior)
-        factors = [self._entries[entry].estimate / self._prior[entry] for entry in ran]
+        ran = list(estimates)
+        factors = [seconds / self._prior[entry] for entry, seconds in estimates.items()]
         correction = [factors[0]] * ran[0]
         for entry, after, factor, next_factor in zip(ran, ran[1:], factors, factors[1:], strict=False):
             ratio = (next_factor / factor) ** (1 / (after - entry))
@@ -293,10 +313,25 @@ class StepTimes:
                 return min(max(entry - known, 2), last)
         return last
 
+    def settle(self, quiet: bool) -> None:
+        """Keep the steps since the last call for `learned` if nothing disturbed them."""
+        for size in self._entries:
+            if quiet:
+                size.quiet = [*size.quiet, *size.undecided][-RECENT:]
+            size.undecided = []
+
     def learned(self) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-        """Return the seconds without a draft, and those of each size that has run; None before the first step."""
-        if not any(size.count for size in self._entries):
+        """Return the seconds without a draft, and those of each size that has run, in steps that nothing disturbed.
+
+        None before the first such step.
+        """
+        estimates = {entry: _lower_quartile(size.quiet) for entry, size in enumerate(self._entries) if size.quiet}
+        if not estimates:
             return None
-        plain, *seconds = self.expected()
-        sizes = zip(self._sizes, seconds, self._entries[1:], strict=True)
-        return plain, tuple((draft_tokens, time) for draft_tokens, time, size in sizes if size.count)
+        plain, *seconds = (a * b for a, b in zip(self._prior, self._correction(estimates), strict=True))
+        points = ((entry, size, time) for entry, (size, time) in enumerate(zip(self._sizes, seconds, strict=True), 1))
+        return plain, tuple((size, time) for entry, size, time in points if entry in estimates)
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[(len(seconds) - 1) // 4]

@@ -227,6 +227,7 @@ class Controller:
         cost = times.at(times.expected(), drafted) if decision.trial else 0.0
         if unlimited or drafted is None:  # else more was drafted than these draft tokens
             times.learn(drafted, outcome.seconds, self._step, self._now())
+            self._slowdown.check()
         tokens = float(len(requests) + sum(outcome.accepted))
         if drafted is not None and unlimited:
             if self._drafter_chooses:
@@ -259,7 +260,8 @@ class Controller:
         self._credit = min(self._credit + TRIAL_SHARE, MAX_CREDIT)
 
     def learned(self) -> Iterator[tuple[Drafter, Costs]]:
-        """Yield each drafter with the costs of its steps, as far as they were learned."""
+        """Yield each drafter with the costs of its steps, as far as they were learned while nothing else ran."""
+        self._slowdown.check()
         learned = {round(2 ** (size / 2)): times.learned() for size, times in sorted(self._times.items())}
         known = {size: costs for size, costs in learned.items() if costs is not None}
         if known:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.kernels.cpu.threads import allowed_cores
+from blockdraft.machine import allowed_cores
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import InterleavedWeight, spans
 

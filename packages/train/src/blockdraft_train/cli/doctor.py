@@ -68,11 +68,12 @@ def doctor(
     texts = [prompt for prompt_set in sets for prompt in prompt_set.prompts] or SAMPLES.prompts
 
     from blockdraft.drafters import drafter_files
+    from blockdraft.kernels.cpu.threads import thread_choice
     from blockdraft_train.doctor.examine import examine
 
     examined = drafter_files(options.drafter or "bundled", model.target)
     target = model.load_for()
-    tell(f"Target {target.path}, drafter {examined}.")
+    tell(f"Target {target.path}, drafter {examined}.\nThreads: {thread_choice()}.")
     with display.progress("checks") as progress:
         diagnosis = examine(target, examined, texts, options.max_new_tokens, progress)
     if as_json:
