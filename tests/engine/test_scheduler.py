@@ -9,7 +9,7 @@ import pytest
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.none import NoDrafter
-from blockdraft.engine import Engine, Request
+from blockdraft.engine import Engine, Request, scheduler
 from blockdraft.engine.scheduler import MAX_PASSED
 from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
@@ -301,16 +301,81 @@ def test_a_request_that_arrives_during_a_read_waits_for_that_read_only(target: T
     hand.run()
 
 
-def test_long_prompts_are_read_in_small_parts_while_somebody_types(target: Target, drafter: Drafter) -> None:
-    hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
-    hand.submit(PROMPTS[0], greedy(2), urgent=True)
+class SlowTarget:
+    """A clock on which a forward takes 0.04 s and 0.01 s for each node."""
+
+    def __init__(self, hand: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.reads: list[tuple[float, int]] = []  # time and nodes of forwards that read more than a step does
+        forward = hand.engine.target.forward
+
+        def slow(tokens, *args, **kwargs):  # type: ignore[no-untyped-def]
+            self.now += 0.04 + 0.01 * tokens.numel()
+            if tokens.size(1) > 8:
+                self.reads.append((self.now, tokens.numel()))
+            return forward(tokens, *args, **kwargs)
+
+        hand.engine.target.forward = slow  # type: ignore[method-assign]
+        monkeypatch.setattr(scheduler, "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+
+@pytest.mark.parametrize("typing", [True, False])
+def test_a_read_of_a_long_prompt_is_shorter_while_somebody_types(
+    target: Target, drafter: Drafter, typing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
+    clock = SlowTarget(hand, monkeypatch)
+    hand.submit(PROMPTS[5], greedy(2), urgent=typing)
     hand.run()
-    hand.seen.clear()
-    long = hand.submit(LONG[:60], greedy(129))
+    clock.reads.clear()
+    long = hand.submit(LONG[:120], greedy(129))
     hand.step_until(lambda: bool(long.token_ids))
-    assert hand.seen[: 60 // 5] == [[5]] * (60 // 5)
+    nodes = [count for _, count in clock.reads]
+    assert max(nodes) <= 25 if typing else 64 <= max(nodes) <= 100
+    assert min(nodes[:-1]) >= 16
     hand.run()
-    assert long.token_ids == alone(target, drafter, LONG[:60], long.params)
+    assert long.token_ids == alone(target, drafter, long.prompt, long.params)
+
+
+def test_a_chat_goes_on_at_half_speed_beside_a_long_prompt(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
+    clock = SlowTarget(hand, monkeypatch)
+    chat = hand.submit(LONG[:20], greedy(200))
+    hand.step_until(lambda: len(chat.token_ids) > 20)
+    began, before = clock.now, len(chat.token_ids)
+    alone_rate = before / clock.now
+    clock.reads.clear()
+    long = hand.submit(LONG[:30:-1], greedy(129))
+    hand.step_until(lambda: bool(long.token_ids))
+    assert all(nodes <= 25 for _, nodes in clock.reads)
+    assert (len(chat.token_ids) - before) / (clock.now - began) > 0.4 * alone_rate
+    assert clock.now - began < 2.6 * (0.01 * len(long.prompt) + 0.04 * len(clock.reads))  # nor does the prompt starve
+    hand.run()
+    assert chat.token_ids == alone(target, drafter, LONG[:20], chat.params)
+    assert long.token_ids == alone(target, drafter, long.prompt, long.params)
+
+
+def test_a_cancelled_prompt_is_read_no_further_than_the_read_in_progress(target: Target, drafter: Drafter) -> None:
+    hand = ByHand(Engine(target, drafter, prefill_tokens=10, drafting=Drafting(None)))
+    long = hand.submit(LONG[:120], greedy(129))
+    forward = hand.engine.target.forward
+
+    def forward_while_it_is_cancelled(*args, **kwargs):  # type: ignore[no-untyped-def]
+        long.cancel()
+        return forward(*args, **kwargs)
+
+    hand.engine.target.forward = forward_while_it_is_cancelled  # type: ignore[method-assign]
+    hand.scheduler.step()
+    assert long.num_prefilled == 10
+    hand.run()
+    assert long.finish_reason == "cancelled"
 
 
 def test_a_prompt_with_log_probabilities_is_read_alone(target: Target, drafter: Drafter) -> None:

@@ -23,8 +23,11 @@ SCORED_TOKENS = 256  # tokens per read of a prompt with log probabilities, whose
 LOG_SECONDS = 5.0  # of prefill between two lines in the log
 IDLE_READS = 4  # reads of `prefill_tokens` in a step without a batch to decode
 MAX_PASSED = 16  # requests that pass the oldest waiting one, and steps in which the oldest prompt is not read
-TYPING_SECONDS = 5.0  # after an urgent request, in which the next one is expected
-TYPING_READS = 4  # parts of `prefill_tokens` in which long prompts are read meanwhile, so that it waits less
+TYPING_SECONDS = 60.0  # after an urgent request, in which the next one is expected
+# Longest read of a long prompt: beside sequences that decode or somebody who types, and alone, where a new request or
+# the end of the process waits for it.
+BESIDE_SECONDS, ALONE_SECONDS = 0.25, 1.0
+FIRST_TOKENS, MIN_TOKENS = 128, 16  # of a read before any was timed, and of the shortest one
 _NOT_FINITE = NumbersError("The logits are not finite.")
 
 
@@ -52,6 +55,9 @@ class Scheduler:
     Prompts are read some tokens at a time, between the steps of running requests: those of short requests first, then
     the one with the fewest tokens left. While a short request runs, long prompts wait. But the oldest prompt is read
     at least in every `MAX_PASSED + 1`th step. Sequences whose prompts have been read decode in every step.
+
+    A read of a long prompt takes at most `BESIDE_SECONDS` while others decode or somebody types, and no more of the
+    time than their steps; else `ALONE_SECONDS`. Its tokens follow from the speed of the last read.
 
     A prefix that another sequence holds is copied. If that sequence has yet to read it, the request waits, but a short
     one for short ones only.
@@ -85,6 +91,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._sequences: list[RunningSequence] = []
         self._sources: dict[RunningSequence, Source] = {}  # of sequences that have yet to copy their prefix
+        self._tokens_per_second: float | None = None  # of the last read
+        self._read_ahead = 0.0  # seconds by which reads of long prompts are ahead of the steps beside them
         self._passed = 0  # steps since the oldest prompt was read
         self._typing_until = 0.0  # time at which no urgent request is expected any more
         self._warned = set[str]()  # errors of drafters, each logged once: a broken one fails in every step
@@ -126,12 +134,14 @@ class Scheduler:
                 began, num_waiting = time.perf_counter(), len(self._waiting)
                 # Several reads if no batch waits for them, so that requests that came together begin together.
                 for _ in range(1 if decoding else IDLE_READS):
-                    if not self._prefill() or len(self._waiting) > num_waiting:
+                    if not self._prefill(bool(decoding)) or len(self._waiting) > num_waiting or self._any_cancelled():
                         break
                 for sequence in decoding:  # they had to wait
                     sequence.request.stats.total_seconds += time.perf_counter() - began
             if decoding:
+                began = time.perf_counter()
                 self._decode(decoding)
+                self._read_ahead = max(0.0, self._read_ahead - (time.perf_counter() - began))
         except BaseException as error:  # an interrupt may come anywhere, and no sequence may go on with half a step
             self.abort(error)
             raise
@@ -212,6 +222,9 @@ class Scheduler:
                 self._runner.copy(start, sequence.start, length)
                 sequence.request.num_prefilled = sequence.request.stats.remembered = length
 
+    def _any_cancelled(self) -> bool:
+        return any(sequence.request.cancelled for sequence in self._sequences)
+
     def _end_cancelled(self) -> list[Request]:
         cancelled: list[Request] = []
         if self._waiting:
@@ -252,8 +265,12 @@ class Scheduler:
 
     # Prefill and decode.
 
-    def _readable(self) -> list[RunningSequence]:
-        """Return the sequences whose prompts may be read now, the one to read first at the beginning."""
+    def _readable(self, beside: bool) -> list[RunningSequence]:
+        """Return the sequences whose prompts may be read now, the one to read first at the beginning.
+
+        Args:
+            beside: Whether other sequences decode.
+        """
         reading = [
             sequence
             for sequence in self._sequences
@@ -267,24 +284,39 @@ class Scheduler:
         if self._passed >= MAX_PASSED:
             oldest = reading[0]
             return sorted(reading, key=lambda sequence: (sequence is not oldest, not sequence.short))
-        if any(sequence.short for sequence in self._sequences):
+        if any(sequence.short for sequence in self._sequences) or (beside and self._read_ahead):
             reading = [sequence for sequence in reading if sequence.short]
         return sorted(reading, key=lambda sequence: sequence.num_unread)
 
-    def _prefill(self) -> bool:
-        """Read prompts, at most `prefill_tokens`. Return whether any was read."""
+    def _tokens_within(self, seconds: float) -> int:
+        """Return how many tokens of prompts are read at once so that it takes at most `seconds`."""
+        if self._tokens_per_second is None:
+            return min(FIRST_TOKENS, self._prefill_tokens)
+        count = int(self._tokens_per_second * seconds) // MIN_TOKENS * MIN_TOKENS
+        return min(max(count, MIN_TOKENS), self._prefill_tokens)
+
+    def _prefill(self, beside: bool) -> bool:
+        """Read prompts, at most `prefill_tokens`. Return whether any was read.
+
+        Args:
+            beside: Whether other sequences decode.
+        """
         for sequence in self._sequences:
             self._copy_prefix(sequence)
-        readable = self._readable()
+        readable = self._readable(beside)
         if not readable and all(sequence.in_prefill for sequence in self._sequences):  # nothing else can be done
             for sequence in self._sequences:
                 self._kv_slots.finish_loading(sequence, wait=True)
-            readable = self._readable()
+            readable = self._readable(beside)
         chosen: dict[RunningSequence, int] = {}  # tokens to read
-        typing = time.monotonic() < self._typing_until
-        long_tokens = -(-self._prefill_tokens // TYPING_READS) if typing else self._prefill_tokens
+        waited_for = beside or time.monotonic() < self._typing_until
+        most_short = self._tokens_within(ALONE_SECONDS)
+        most_long = self._tokens_within(BESIDE_SECONDS) if waited_for else most_short
+        most = most_short  # tokens of all sequences
         for sequence in readable:
-            count = min(sequence.num_unread, self._prefill_tokens if sequence.short else long_tokens)
+            if not sequence.short:
+                most = min(most, most_long)
+            count = min(sequence.num_unread, most_short if sequence.short else most_long)
             if sequence.request.params.prompt_logprobs is not None:  # is read alone
                 if chosen:
                     continue
@@ -293,7 +325,7 @@ class Scheduler:
             # All sequences of a forward have as many nodes as the longest.
             longest = max(count, *chosen.values()) if chosen else count
             if chosen and (
-                (len(chosen) + 1) * longest > self._prefill_tokens
+                (len(chosen) + 1) * longest > most
                 or any(other.prefilled + longest > other.capacity for other in [*chosen, sequence])
             ):
                 continue
@@ -316,6 +348,9 @@ class Scheduler:
                 None if len(group) == 1 else _NOT_FINITE,
             )
         seconds = time.perf_counter() - began
+        self._tokens_per_second = len(group) * max(counts) / max(seconds, 1e-9)
+        if beside and not all(sequence.short for sequence in group):
+            self._read_ahead += seconds
         for sequence in group:
             intervals = sequence.request.stats.prefill_seconds // LOG_SECONDS
             sequence.request.stats.prefill_seconds += seconds
