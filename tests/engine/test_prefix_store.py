@@ -241,16 +241,19 @@ def test_prompts_with_log_probabilities_are_scored(target: Target) -> None:
     assert scored.prompt_logprobs == expected.prompt_logprobs and scored.stats.remembered == 0
 
 
-def test_a_prompt_that_is_read_in_part_is_not_stored(target: Target, folder: Path) -> None:
+@pytest.mark.parametrize(("urgent", "steps"), [(False, 3), (False, 1), (True, 3)], ids=["read", "short", "typed"])
+def test_what_was_read_of_a_cancelled_prompt_is_stored(target: Target, folder: Path, urgent: bool, steps: int) -> None:
     with Engine(target, prefill_tokens=8, prefix_tokens=0, stored_prefix_tokens=64) as engine:
-        engine.submit(PROMPT, PARAMS, instruction_tokens=120).result(60)
         request = engine.request(PROMPT, PARAMS)
-        request.instruction_tokens = 120
+        request.urgent = urgent
         engine.scheduler.add([request])
-        engine.scheduler.step()
+        for _ in range(steps):
+            engine.scheduler.step()
         request.cancel()
         engine.scheduler.step()
-    assert 0 < request.num_prefilled < 120 and files(folder) == []
+    assert request.num_prefilled == 32 * steps
+    stored = not urgent and steps > 1
+    assert len(files(folder)) == stored and answer_all(target, [PROMPT]) == [96 * stored]
 
 
 def test_a_deleted_file_is_prefilled(target: Target, folder: Path) -> None:

@@ -26,6 +26,7 @@ from blockdraft.serving.backends import Backends
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
+from blockdraft.types import SamplingParams
 
 ENDLESS = {"model": "tiny", "prompt": "abc", "temperature": 0, "ignore_eos": True}
 
@@ -135,6 +136,43 @@ def test_a_signal_waits_for_running_responses(start: Callable[..., Running]) -> 
     assert not server.thread.is_alive()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_signal_ends_a_request_whose_prompt_is_being_read(
+    tiny_target_dir: Path,
+    stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And what has been read is stored for the next start."""
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    target = load_target(tiny_target_dir)
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda *args, **more: (time.sleep(0.3), forward(*args, **more))[1])
+    with Engine(target, prefill_tokens=4, stored_prefix_tokens=16) as engine:
+        server = Running(engine)
+        body = ENDLESS | {"stream": stream, "prompt": list(range(3, 103)), "max_tokens": 100}
+        with closing(server.raw(body)) as connection:
+            while not (engine.running and engine.running[0].num_prefilled >= 16):
+                time.sleep(0.01)
+            began = time.monotonic()
+            server.signal()
+            received = b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
+            server.thread.join(20)
+        engine.close()
+        seconds = time.monotonic() - began
+    assert seconds < 2.5 and not server.thread.is_alive()
+    assert "stopped before the response ended" in received
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"Stopping: a prompt is ended after \d+ of 100 tokens\.", line)
+    assert not caplog.records
+    with Engine(target, stored_prefix_tokens=16) as again:
+        [completion] = again.generate([body["prompt"]], SamplingParams(1))
+    assert 16 <= completion.stats.remembered < 100
 
 
 def test_new_requests_are_refused_during_shutdown(start: Callable[..., Running]) -> None:

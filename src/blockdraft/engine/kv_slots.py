@@ -128,7 +128,7 @@ class KVSlots:
 
     def free(self, sequence: RunningSequence) -> None:
         """Keep a sequence whose request has ended, or release its slots."""
-        self._store_instructions(sequence)
+        self._store_prefix(sequence)
         if not self._keep(sequence):
             self.release(sequence, zero_slots=sequence.request.failure is not None)
 
@@ -139,13 +139,20 @@ class KVSlots:
         self._runner.close(sequence.start, zero_slots=zero_slots)
         self._free.give(sequence.start, sequence.capacity)
 
-    def _store_instructions(self, sequence: RunningSequence) -> None:
-        """Store the instructions in a sequence's prompt on disk, as far as they came before and are not stored."""
+    def _store_prefix(self, sequence: RunningSequence) -> None:
+        """Store the instructions in a sequence's prompt on disk, as far as they came before and are not stored.
+
+        Of a prompt whose request was cancelled while it was read, what has been read is stored at once: it took long.
+        """
         request, store = sequence.request, self._prefix_store
-        tokens = request.prompt[: request.instruction_tokens]
-        if store is None or request.failure is not None or sequence.prefilled < len(tokens):
+        if store is None or request.failure is not None or request.params.prompt_logprobs is not None:
             return
-        length = store.length_to_store(tokens)
+        if sequence.in_prefill:
+            tokens = [] if request.urgent else request.prompt[: sequence.prefilled]
+            length = len(tokens) if store.is_new(tokens) else 0
+        else:
+            tokens = request.prompt[: request.instruction_tokens]
+            length = store.length_to_store(tokens)
         if not length:
             return
         try:

@@ -60,8 +60,9 @@ class PrefixStore:
     carry a checksum; an invalid one is logged and deleted. Beyond the limit, the least recently used are deleted.
     A prefix that could not be written is not tried again.
 
-    Only what two instructions of this process begin with is stored. So instructions that begin with the time of day
-    write no files, and of those that end with it, the part before is stored.
+    Of instructions, only what two of this process begin with is stored. So instructions that begin with the time of day
+    write no files, and of those that end with it, the part before is stored. Prompts whose prefill was cancelled are
+    stored as far as they were read.
 
     Args:
         min_tokens: Length of the shortest prefix that is stored, and tokens by which another must be longer.
@@ -103,14 +104,18 @@ class PrefixStore:
 
         An earlier instruction began with as many, and at least `min_tokens` of them are not stored.
         """
-        longest = self.longest(tokens)
-        least = (longest[0] if longest else 0) + self.min_tokens
-        if len(tokens) < least:
+        if not self.is_new(tokens):
             return 0
         length = max((common_length(seen, tokens) for seen in self._seen), default=0)
         if length < len(tokens):
             self._seen.append(tokens)
-        return 0 if length < least or self._path(tokens[:length]) in self._failed else length
+        return length if self.is_new(tokens[:length]) else 0
+
+    def is_new(self, tokens: Sequence[int]) -> bool:
+        """Return whether at least `min_tokens` of these tokens are not stored, and it is worth trying to store them."""
+        longest = self.longest(tokens)
+        known = longest[0] if longest else 0
+        return len(tokens) - known >= self.min_tokens and self._path(tokens) not in self._failed
 
     def read(self, path: Path) -> Future[dict[str, Tensor] | None]:
         """Begin to read a file. The result is None if it is missing or invalid."""

@@ -71,7 +71,7 @@ class ChunkQueue:
         self._max_unread, self._join, self._on_chunk = max_unread, join, on_chunk
         self._chunks: deque[tuple[int, Chunk]] = deque()
         self._unread: Counter[int] = Counter()
-        self._overflow = 0
+        self._failure: ApiError | None = None
         self._arrived = asyncio.Event()
         self.on_overflow: Callable[[], object] = lambda: None
 
@@ -79,10 +79,21 @@ class ChunkQueue:
         self._on_chunk(index, chunk)
         self._unread[index] += len(chunk.token_ids)
         if self._unread[index] > self._max_unread:
-            self._overflow = self._unread[index]
+            self.fail(
+                ApiError(
+                    408,
+                    f"{self._unread[index]} tokens of the response are unread, and the limit is {self._max_unread}; "
+                    f"read faster, or start the server with a larger --max-unread.",
+                )
+            )
             self.on_overflow()
         else:
             self._chunks.append((index, chunk))
+        self._arrived.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Let the reader get an error in the place of chunks, without waiting for the engine."""
+        self._failure = error
         self._arrived.set()
 
     async def take(self, seconds: float | None = None) -> list[tuple[int, Chunk]]:
@@ -92,7 +103,7 @@ class ChunkQueue:
             seconds: Maximum time to wait; then the list is empty.
 
         Raises:
-            ApiError: A choice has more than `max_unread` unread tokens.
+            ApiError: That of `fail`, or a choice has more than `max_unread` unread tokens (408).
         """
         # Not `asyncio.wait_for`, which before Python 3.12 may lose a cancellation.
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._arrived.set)
@@ -101,12 +112,8 @@ class ChunkQueue:
         finally:
             if timer is not None:
                 timer.cancel()
-        if self._overflow:
-            raise ApiError(
-                408,
-                f"{self._overflow} tokens of the response are unread, and the limit is {self._max_unread}; read "
-                f"faster, or start the server with a larger --max-unread.",
-            )
+        if self._failure is not None:
+            raise self._failure
         chunks = list(self._chunks)
         self._chunks.clear()
         self._unread.clear()

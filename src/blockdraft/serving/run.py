@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 
 SHUTDOWN_SECONDS = 3.0  # for clients to read the end of their responses
+PROMPT_SECONDS = 1.0  # after a signal, until requests that are still reading their prompt end
 # Most clients drop idle connections sooner, so they never send a request on one that the server has just closed.
 KEEP_ALIVE_SECONDS = 75
 # SO_REUSEADDR would let a second server take the same port on Windows.
@@ -92,7 +94,8 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._grace, self._ready = service, grace, ready
         self._signals = 0
-        self._deadline: float | None = None
+        self._stopped_at: float | None = None
+        self._prompts_ended = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -102,13 +105,26 @@ class _Server(uvicorn.Server):
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        if self._signals and self._deadline is None:
-            self._deadline = time.monotonic() + self._grace
+        if self._signals and self._stopped_at is None:
+            self._stopped_at = time.monotonic()
             self._service.admission.draining = True
-        if self._deadline is not None:
-            late = self._signals > 1 or time.monotonic() > self._deadline
+        if self._stopped_at is not None:
+            elapsed = time.monotonic() - self._stopped_at
+            if elapsed > PROMPT_SECONDS and not self._prompts_ended:
+                self._end_prompts()
+            late = self._signals > 1 or elapsed > self._grace
             if late:
                 self._service.stop()
             if late or not self._service.admission.active:
                 return True
         return await super().on_tick(counter)
+
+    def _end_prompts(self) -> None:
+        """End requests whose prompt would take longer, and print what is ended and what is waited for."""
+        self._prompts_ended = True
+        ended = self._service.end_prompts()
+        parts = [f"a prompt is ended after {read.num_prefilled} of {read.num_tokens} tokens" for read in ended]
+        if responses := self._service.admission.active - len(ended):
+            parts.append(f"{responses} running responses have {self._grace:g} s; a second signal ends them")
+        if parts:
+            print(f"Stopping: {'; '.join(parts)}.", file=sys.stderr, flush=True)

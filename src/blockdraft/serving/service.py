@@ -89,6 +89,8 @@ class Service:
         self.parameters, self._drafter_parameters = weights_of(backends.usual)
         self.family, self.quantization = kind_of(backends.usual.target)
         self._stopped = False
+        self._prompts_ended = False
+        self._running: dict[ChunkQueue, list[_RunningChoice]] = {}  # that have chunks to come
         self._dispatcher: ChunkDispatcher | None = None
         # Loading takes minutes, and would block the threads of `in_thread` for other requests.
         self._loader = ThreadPoolExecutor(1, "blockdraft-load")
@@ -98,6 +100,17 @@ class Service:
         self._stopped = self.admission.draining = True
         for engine in self.backends.engines:
             engine.cancel()
+        for queue in self._running:
+            queue.fail(_stopped())
+
+    def end_prompts(self) -> list[PrefillProgress]:
+        """Refuse new requests, and end those whose prompt is still being read. Return how far each was read."""
+        self._prompts_ended = self.admission.draining = True
+        reading = {queue: running for queue, running in self._running.items() if not _has_tokens(running)}
+        for queue, running in reading.items():
+            _cancel(running)
+            queue.fail(_stopped())
+        return [_prefill_progress(running) for running in reading.values()]
 
     @property
     def context(self) -> int:
@@ -195,6 +208,9 @@ class Service:
                 with self.admission.prompt_logprobs(sum(choice.num_prompt_logprobs for choice in choices)):
                     running = await self._submit(engine, choices, speculation, queue, meters, typed)
                     reason: str | None = "abort"
+                    self._running[queue] = running
+                    if self._stopped or self._prompts_ended:  # while the requests were submitted
+                        queue.fail(_stopped())
                     try:
                         while not all(choice.done for choice in running):
                             started = all(choice.started for choice in running)
@@ -208,6 +224,7 @@ class Service:
                         reason = None  # counted below
                         raise
                     finally:
+                        del self._running[queue]
                         for choice in running:
                             choice.end(reason)
                         if typed is not None:
@@ -276,7 +293,9 @@ class Service:
         queue.on_overflow = partial(_cancel, running)
         if typed is not None:
             typed.cancel = partial(_cancel, running)
-        if self._stopped or (typed is not None and typed.replaced):  # while the requests were submitted
+        if (
+            self._stopped or self._prompts_ended or (typed is not None and typed.replaced)
+        ):  # while the requests were submitted
             _cancel(running)
         return running
 
@@ -311,7 +330,7 @@ class _RunningChoice:
                     "A newer infill of this client, for the same line, replaced this one.",
                     headers={"X-Should-Retry": "false"},  # OpenAI's clients would, and replace the newer one
                 )
-            raise ApiError(503, "The server was stopped before the response ended; try again.")
+            raise _stopped()
         chunk.checked()
         if not self.started:
             self.started = True
@@ -384,6 +403,14 @@ class _RunningChoice:
 def _prefill_progress(running: Sequence[_RunningChoice]) -> PrefillProgress:
     requests = [choice.request for choice in running]
     return PrefillProgress(sum(r.num_prefilled for r in requests), sum(len(r.prompt) for r in requests))
+
+
+def _has_tokens(running: Sequence[_RunningChoice]) -> bool:
+    return any(choice.request.token_ids for choice in running)
+
+
+def _stopped() -> ApiError:
+    return ApiError(503, "The server was stopped before the response ended; try again.")
 
 
 def _cancel(running: Sequence[_RunningChoice]) -> None:
