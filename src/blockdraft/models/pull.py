@@ -287,16 +287,16 @@ def _blocks(file: IO[bytes]) -> Iterable[bytes]:
 
 def _file_from_hub(file: WeightFile, work: Path, tell: Tell, progress: Progress) -> Path:
     """Download a GGUF file from its makers' repository. The hub's client resumes."""
-    import httpx
-    import huggingface_hub
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.utils import get_session
 
     assert file.hub is not None
     _check_space(work, file.bytes - _size(work))
     with _hub_errors(file.hub):
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            httpx.head(huggingface_hub.constants.ENDPOINT, timeout=PROBE_SECONDS)  # the client would retry for long
+        if not constants.HF_HUB_OFFLINE:
+            get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)  # a download would retry for long
         tell(f"{file.name} from {file.hub}: {megabytes(file.bytes)}")
-        path = Path(huggingface_hub.hf_hub_download(file.hub, file.name, local_dir=work))
+        path = Path(hf_hub_download(file.hub, file.name, local_dir=work))
     if _sum(path, progress) != file.sha256:
         path.unlink()
         raise UsageError(f"{file.name} of {file.hub} has another sha256 than {file.sha256}.")
@@ -357,12 +357,18 @@ def _hub_errors(repository: str) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UsageError(f"The hub has no {repository}, or shows it to its members only; see {page}.") from error
-    except UsageError:
-        raise
-    except Exception as error:  # of whichever package the hub's client uses
-        if isinstance(error, OSError) and error.errno and error.strerror and not isinstance(error, ConnectionError):
-            raise  # of this machine's files
+    except errors.RemoteEntryNotFoundError as error:
+        raise UsageError(f"{repository} lacks a file that the catalogue names; see {page}.") from error
+    except (*_transport_errors(), errors.LocalEntryNotFoundError, errors.XetDownloadError) as error:
         cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UsageError(
             f"The hub did not answer for {repository} ({cause}); pull again with a connection to resume."
         ) from error
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a connection, those of the HTTP client that the hub's package uses included."""
+    from huggingface_hub import errors
+
+    client_error = next(base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    return (ConnectionError, TimeoutError, client_error)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.typing.__main__ import (
+    AGENT,
     ALONE,
     BEFORE,
     BEHIND,
@@ -46,8 +47,10 @@ def test_the_report_shows_both_servers(tmp_path: Path) -> None:
         for session in (1, 2, 3)
         for keys in range(PAUSE, KEYS + 1, PAUSE)
     ]
+    runs += [Run("model", OURS, AGENT, 1, keys, 2.0, 10, 0) for keys in (0, 2, 4)]
     report(runs, tmp_path)
     page = (tmp_path / "typing.md").read_text()
-    assert "| model | alone | blockdraft | 2.00 | 3.00 | 100% | 18 |" in page
-    assert "| model | beside a chat | llama-server | 4.00 | 6.00 | 100% | 18 |" in page
+    assert "| model | alone | blockdraft | 2.00 | 3.00 | 100% | - | 18 |" in page
+    assert "| model | beside a chat | llama-server | 4.00 | 6.00 | 100% | - | 18 |" in page
+    assert "| model | beside an agent | blockdraft | 2.00 | 2.00 | 0% | 5.0 | 2 |" in page
     assert (tmp_path / "typing.png").stat().st_size > 1000
