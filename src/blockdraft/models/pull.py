@@ -286,21 +286,27 @@ def _blocks(file: IO[bytes]) -> Iterable[bytes]:
 
 
 def _file_from_hub(file: WeightFile, work: Path, tell: Tell, progress: Progress) -> Path:
-    """Download a GGUF file from its makers' repository. The hub's client resumes."""
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.utils import get_session
+    """Download a GGUF file from its makers' repository, from where an earlier pull ended."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers, get_session
 
     assert file.hub is not None
-    _check_space(work, file.bytes - _size(work))
+    partial = work / f"{file.name}.incomplete"
+    partial.touch()
+    begin = partial.stat().st_size
+    _check_space(work, file.bytes - begin)
     with _hub_errors(file.hub):
-        if not constants.HF_HUB_OFFLINE:
-            get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)  # a download would retry for long
+        get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)  # a download would retry for long
         tell(f"{file.name} from {file.hub}: {megabytes(file.bytes)}")
-        path = Path(hf_hub_download(file.hub, file.name, local_dir=work))
-    if _sum(path, progress) != file.sha256:
-        path.unlink()
+        with partial.open("r+b") as out:  # `hf_hub_download` would begin anew
+            out.seek(begin)
+            url, headers = hf_hub_url(file.hub, file.name), build_hf_headers()
+            http_get(url, out, resume_size=begin, headers=headers, displayed_filename=file.name)
+    if _sum(partial, progress) != file.sha256:
+        partial.unlink()
         raise UsageError(f"{file.name} of {file.hub} has another sha256 than {file.sha256}.")
-    return path
+    return partial
 
 
 def _folder_from_hub(model: Model, work: Path, tell: Tell, progress: Progress) -> Path:
