@@ -75,3 +75,10 @@ def describe(error: BaseException) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a count with its noun, in the singular for 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, in seconds, minutes or hours."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -637,3 +637,20 @@ def test_rows_come_and_go_and_nothing_is_left(target: Target, drafter: Drafter, 
             hand.submit(prompt, param)
         hand.run()
         assert_all_slots_are_free(engine, 4)
+
+
+def test_the_log_shows_how_long_a_prompt_takes(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheduler, "EXPLAINED_TOKENS", 100)
+    monkeypatch.setattr(scheduler, "LOG_SECONDS", 0.5)
+    caplog.set_level("INFO", "blockdraft")
+    hand = ByHand(Engine(target, drafter, prefill_tokens=50, drafting=Drafting(None)))
+    SlowTarget(hand, monkeypatch)
+    for prompt in (LONG[:120], LONG[-120:]):
+        hand.submit(prompt, greedy(2)).instruction_tokens = 110
+        hand.run()
+    explained, *lines = caplog.records
+    assert explained.getMessage().startswith("First request of this client: its instructions of 110 tokens are read")
+    assert lines[0].getMessage() == "Prefill: 50 of 120 tokens, about 1 s left" and lines[0].progress  # type: ignore[attr-defined]
+    assert all(record.getMessage().startswith("Prefill: ") for record in lines)  # it explains once

@@ -1,6 +1,7 @@
 """A running server: clients that leave or stall, signals, and the command that starts it."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from blockdraft.cli.serve import announce
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
-from blockdraft.serving import run
+from blockdraft.serving import run, sockets
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
@@ -37,8 +38,8 @@ class Running:
     def __init__(self, engine: Engine, **given: Any) -> None:
         settings = ServeSettings(port=0, served_model_name=("tiny",), **given)
         self.service = Service(Backends(engine), settings)
-        self.bound = run.bind(settings)
-        self.url = run.url_of(self.bound)
+        self.bound = sockets.bind(settings)
+        self.url = sockets.url_of(self.bound)
         ready = threading.Event()
         self.server: Any = run.server_of(self.service, settings, ready.set)
         self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.bound]))
@@ -221,7 +222,7 @@ def test_a_stalled_client_is_disconnected(
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has none")
 def test_sockets_have_a_user_timeout() -> None:
-    with closing(run.bind(ServeSettings(port=0, stall_seconds=2.5))) as bound:
+    with closing(sockets.bind(ServeSettings(port=0, stall_seconds=2.5))) as bound:
         bound.listen()
         with closing(socket.create_connection(bound.getsockname())), closing(bound.accept()[0]) as connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
@@ -231,9 +232,42 @@ def test_a_port_in_use_is_an_error() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port is {port}, which is in use"):
-            run.bind(ServeSettings(port=port))
+            sockets.bind(ServeSettings(port=port))
     with pytest.raises(UsageError, match="cannot listen at"):
-        run.bind(ServeSettings(host="no.such.host.invalid", api_key="k"))
+        sockets.bind(ServeSettings(host="no.such.host.invalid", api_key="k"))
+
+
+def test_a_port_in_use_is_reported_before_anything_is_loaded() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        command = [sys.executable, "-X", "importtime", "-m", "blockdraft", "serve", "--port"]
+        done = subprocess.run([*command, str(other.getsockname()[1])], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "in use at 127.0.0.1" in done.stderr
+    assert not re.search(r"\b(torch|transformers|fastapi|uvicorn)$", done.stderr, re.M)
+
+
+def test_the_log_tells_tokens_and_seconds_of_each_response(
+    start: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "blockdraft")
+    server = start()
+    body = ENDLESS | {"max_tokens": 5, "n": 2, "prompt": "abc" * 20}
+    httpx.post(f"{server.url}/v1/completions", json=body)
+    httpx.get(f"{server.url}/v1/models")
+    with closing(server.raw(ENDLESS | {"stream": True})) as connection:
+        connection.recv(100)
+    server.await_active(0)
+    first, second = (record.getMessage() for record in caplog.records if "tokens" in record.getMessage())
+    pattern = r"127\.0\.0\.1 /v1/completions: \d+ tokens, \d+ from the cache, read in [\d.]+ s; wrote 10 "
+    assert re.fullmatch(pattern + r"\([\d.]+/s\)(, tau [\d.]+)?; [\d.]+ s in all, length", first)
+    assert second.endswith(" s in all, abort") and "abc" not in caplog.text
+
+
+def test_the_log_of_responses_can_be_turned_off(
+    start: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "blockdraft")
+    httpx.post(f"{start(log_requests=False).url}/v1/completions", json=ENDLESS | {"max_tokens": 5})
+    assert "tokens" not in caplog.text
 
 
 def test_probes_without_a_body(start: Callable[..., Running]) -> None:
@@ -246,15 +280,15 @@ def test_probes_without_a_body(start: Callable[..., Running]) -> None:
 
 def test_startup_reports_a_callable_address(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ServeSettings(host="0.0.0.0", port=0, api_key="secret-key", served_model_name=("tiny",))
-    with closing(run.bind(settings)) as bound:
+    with closing(sockets.bind(settings)) as bound:
         port = bound.getsockname()[1]
-        assert run.url_of(bound) == f"http://127.0.0.1:{port}"
+        assert sockets.url_of(bound) == f"http://127.0.0.1:{port}"
         announce(Service(Backends(engine), settings), bound, None)
     printed = capsys.readouterr().out
     assert f"at port {port} of this machine's address" in printed and "--allow-host" in printed
     assert "Bearer KEY" in printed and "secret-key" not in printed and "0.0.0.0" not in printed
     local = ServeSettings(port=0, served_model_name=("tiny",))
-    with closing(run.bind(local)) as bound:
+    with closing(sockets.bind(local)) as bound:
         announce(Service(Backends(engine), local), bound, None)
     assert "Network" not in (printed := capsys.readouterr().out)
 
@@ -265,7 +299,7 @@ def test_startup_reports_a_draft_vocabulary(
     target = load_target(tiny_target_dir, device="cpu", compile="off")
     settings = ServeSettings(port=0, served_model_name=("tiny",))
     few = Engine(target, load_drafter(tiny_drafter_dir, target=target, draft_vocab=40))
-    with closing(run.bind(settings)) as bound, closing(few):
+    with closing(sockets.bind(settings)) as bound, closing(few):
         announce(Service(Backends(few), settings), bound, None)
     assert re.search("^Drafter .*, proposes 40 of 265 tokens$", capsys.readouterr().out, re.M)
 
@@ -306,6 +340,7 @@ def test_the_command(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0, err
         assert "Traceback" not in err and "secret-key" not in out + err
+        assert re.search(r"^\d\d:\d\d:\d\d 127\.0\.0\.1 /v1/completions: \d+ tokens, read in .*wrote 5 ", err, re.M)
     finally:
         process.kill()
         process.communicate()

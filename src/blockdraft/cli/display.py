@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import typer
 from rich.console import Console
@@ -41,6 +43,31 @@ def tell(text: str | None) -> None:
     """Print a line on standard error; None prints nothing."""
     if text is not None:
         print(text, file=sys.stderr, flush=True)
+
+
+class LogLines(logging.StreamHandler[TextIO]):
+    """Prints records with the time of day on standard error.
+
+    A record with the attribute `progress` replaces the one before it on a terminal. Elsewhere one a minute is printed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        self._is_open = False  # whether the last line may be replaced
+        self._next_progress = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_progress, is_terminal = getattr(record, "progress", False), self.stream.isatty()
+        if is_progress and not is_terminal:
+            if time.monotonic() < self._next_progress:
+                return
+            self._next_progress = time.monotonic() + LINE_SECONDS
+        if self._is_open:
+            self.stream.write("\r\x1b[K")  # erases the line
+        self._is_open = is_progress and is_terminal
+        self.terminator = "" if self._is_open else "\n"
+        super().emit(record)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from blockdraft.cli.display import LogLines
 from blockdraft.cli.target import (
     DecodingSettings,
     DecodingTarget,
@@ -16,6 +18,7 @@ from blockdraft.cli.target import (
 )
 from blockdraft.errors import UsageError
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
+from blockdraft.serving.sockets import bind, url_of
 from blockdraft.types import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
@@ -45,19 +48,21 @@ def serve(
     if missing:
         raise UsageError(f"The server needs {', '.join(missing)}; run pip install 'blockdraft[server]'.")
 
-    from blockdraft.serving import run as server
-    from blockdraft.serving.backends import Backends
-    from blockdraft.serving.service import Service
-
     usual, *others = settings.backends or _default_backends(model)
-    with server.bind(settings) as bound:
+    logging.getLogger("blockdraft").addHandler(LogLines())
+    with bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
+
+        from blockdraft.serving import run
+        from blockdraft.serving.backends import Backends
+        from blockdraft.serving.service import Service
+
         load = partial(_engine, model, drafter, drafting, settings)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
             check_result = _self_check(backends.usual, settings.self_check)
-            server.serve(service, settings, bound, lambda: announce(service, bound, check_result))
+            run.serve(service, settings, bound, lambda: announce(service, bound, check_result))
         finally:
             backends.close()
 
@@ -113,7 +118,6 @@ def announce(service: Service, bound: socket.socket, check_result: str | None) -
     """Print what was started. The last line, "Ready", tells programs that the server takes requests."""
     from blockdraft.cli.answers import drafter_note
     from blockdraft.kernels.cpu.threads import thread_choice
-    from blockdraft.serving.run import url_of
 
     engine, url = service.backends.usual, url_of(bound)
     key = " -H 'Authorization: Bearer KEY'" if service.settings.api_key is not None else ""

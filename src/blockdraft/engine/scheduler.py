@@ -15,12 +15,13 @@ from blockdraft.engine.kv_slots import KVSlots
 from blockdraft.engine.prefix_store import PrefixStore
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import Runner
-from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
+from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe, duration
 
 log = logging.getLogger(__name__)
 
 SCORED_TOKENS = 256  # tokens per read of a prompt with log probabilities, whose logits take much memory
-LOG_SECONDS = 5.0  # of prefill between two lines in the log
+LOG_SECONDS = 2.0  # of prefill between two lines in the log
+EXPLAINED_TOKENS = 4096  # unread instructions of which the log explains how long they take
 IDLE_READS = 4  # reads of `prefill_tokens` in a step without a batch to decode
 MAX_PASSED = 16  # requests that pass the oldest waiting one, and steps in which the oldest prompt is not read
 TYPING_SECONDS = 60.0  # after an urgent request, in which the next one is expected
@@ -95,6 +96,7 @@ class Scheduler:
         self._read_ahead = 0.0  # seconds by which reads of long prompts are ahead of the steps beside them
         self._passed = 0  # steps since the oldest prompt was read
         self._typing_until = 0.0  # time at which no urgent request is expected any more
+        self._explained = False  # whether the log has said what long instructions mean
         self._warned = set[str]()  # errors of drafters, each logged once: a broken one fails in every step
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -355,9 +357,24 @@ class Scheduler:
             intervals = sequence.request.stats.prefill_seconds // LOG_SECONDS
             sequence.request.stats.prefill_seconds += seconds
             if sequence.in_prefill and sequence.request.stats.prefill_seconds // LOG_SECONDS > intervals:
-                log.info("Prefill: %d of %d tokens", sequence.prefilled, len(sequence.request.prompt))
+                self._log_prefill(sequence)
             sequence.request.stats.read_seconds += seconds / len(group)
         return True
+
+    def _log_prefill(self, sequence: RunningSequence) -> None:
+        """Log how much of a prompt has been read, and once what long instructions mean."""
+        request, rate = sequence.request, self._tokens_per_second or 1.0
+        left = f"about {duration(sequence.num_unread / rate)} left"
+        if not self._explained and request.instruction_tokens - request.stats.remembered > EXPLAINED_TOKENS:
+            self._explained = True
+            log.info(
+                "First request of this client: its instructions of %s tokens are read once, %s. Then they are kept, "
+                "and later requests start sooner.",
+                f"{request.instruction_tokens:,}",
+                left,
+            )
+        read = f"{sequence.prefilled:,} of {len(request.prompt):,} tokens"
+        log.info("Prefill: %s, %s", read, left, extra={"progress": True})
 
     def _decode(self, sequences: list[RunningSequence]) -> None:
         """Decode one step of sequences whose prompts have been read."""

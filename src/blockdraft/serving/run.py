@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 
-from blockdraft.errors import UsageError, describe
 from blockdraft.serving.app import make_app
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
@@ -22,45 +18,6 @@ SHUTDOWN_SECONDS = 3.0  # for clients to read the end of their responses
 PROMPT_SECONDS = 1.0  # after a signal, until requests that are still reading their prompt end
 # Most clients drop idle connections sooner, so they never send a request on one that the server has just closed.
 KEEP_ALIVE_SECONDS = 75
-# SO_REUSEADDR would let a second server take the same port on Windows.
-EXCLUSIVE = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
-
-
-def bind(settings: ServeSettings) -> socket.socket:
-    """Return a socket bound to the address of the settings. It does not accept connections yet.
-
-    Raises:
-        UsageError: The address is in use, or does not belong to this machine.
-    """
-    host, port = settings.host, settings.port
-    with ExitStack() as cleanup:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            bound = cleanup.enter_context(socket.socket(family, kind, protocol))
-            bound.setsockopt(socket.SOL_SOCKET, EXCLUSIVE, 1)
-            # Also ends connections that the server has closed and whose client never reads the rest.
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
-                milliseconds = min(int(1000 * settings.stall_seconds), 2**31 - 1)
-                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-            bound.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UsageError(
-                    f"port is {port}, which is in use at {host}; choose another port, or 0 for a free one."
-                ) from error
-            raise UsageError(
-                f"The server cannot listen at {host}, port {port} ({describe(error)}); choose another host or port."
-            ) from error
-        cleanup.pop_all()
-    return bound
-
-
-def url_of(bound: socket.socket) -> str:
-    """Return the URL by which this machine reaches a bound socket."""
-    host, port = bound.getsockname()[:2]
-    if ip_address(host).is_unspecified:  # stands for all addresses and cannot be called
-        host = "::1" if ":" in host else "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(service: Service, settings: ServeSettings, bound: socket.socket, ready: Callable[[], object]) -> None:
@@ -76,8 +33,8 @@ def server_of(service: Service, settings: ServeSettings, ready: Callable[[], obj
     """Return the uvicorn server that `serve` runs."""
     config = uvicorn.Config(
         make_app(service, settings),
-        log_level="info" if settings.log_requests else "warning",
-        access_log=settings.log_requests,
+        log_level="warning",
+        access_log=False,  # `Service` logs requests
         server_header=False,
         lifespan="off",
         ws="none",

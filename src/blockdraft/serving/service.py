@@ -34,6 +34,7 @@ from blockdraft.serving.request import (
     TextDelta,
     Usage,
 )
+from blockdraft.serving.request_log import log_responses
 from blockdraft.serving.schemas import Speculation
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.typed_infills import TypedInfill, TypedInfills
@@ -227,6 +228,8 @@ class Service:
                         del self._running[queue]
                         for choice in running:
                             choice.end(reason)
+                        if self.settings.log_requests:
+                            log_responses(requests[0].source, [c.request for c in running], arrived, reason)
                         if typed is not None:
                             typed.cancel = None
         except Exception as error:

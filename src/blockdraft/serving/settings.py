@@ -103,7 +103,9 @@ class ServeSettings:
         description="Backends that may run the target, such as native,hf. The first serves; the others load when a "
         "request names them. By default that of --backend, and native,hf for the bundled pair.",
     )
-    log_requests: bool = Field(False, description="Print a line per request: client, path and status, but no text.")
+    log_requests: bool = Field(
+        True, description="Log a line per generated response: time, client, path, tokens and seconds, but no text."
+    )
 
     def __post_init__(self) -> None:
         if self.port > 65535:

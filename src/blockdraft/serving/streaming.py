@@ -98,6 +98,8 @@ async def respond(
         ClientDisconnected: The client disconnected before the first event or, without streaming, before the end.
     """
     headers = {SKIPPED: str(num_skipped)} if num_skipped else {}
+    source = f"{http.client.host if http.client else 'a client'} {http.url.path}"
+    requests = [replace(request, source=source) for request in requests]
     if service.settings.lookup_outputs:
         scope = _scope(http)
         requests = [replace(request, params=replace(request.params, lookup_scope=scope)) for request in requests]
