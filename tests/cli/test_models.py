@@ -99,7 +99,7 @@ def test_a_target_by_name_is_pulled_first(blockdraft: Run) -> None:
     done = blockdraft("generate", "hi", "--target", "smollm2")
     assert done.code == 2 and "`blockdraft pull smollm2` downloads it" in done.err
     done = blockdraft("generate", "hi", "--target", "smolm")
-    assert done.code == 2 and "There is no folder smolm, and it is no name" in done.err
+    assert done.code == 2 and "There is no folder smolm, and no model has that name; did you mean smollm2" in done.err
 
 
 def test_lookup_drafts_without_a_bundled_drafter(tiny_target_dir: Path, blockdraft: Run) -> None:

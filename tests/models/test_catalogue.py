@@ -13,6 +13,7 @@ from blockdraft.errors import UsageError
 from blockdraft.models import Model, bundled_drafter, catalogue, find, known
 from blockdraft.models.catalogue import BUNDLED, read_catalogue
 from blockdraft.models.places import PAIRS
+from blockdraft.targets import load_target
 
 TABLE = "id,name,hub\na,Model A,o/a\nb,Model B,o/b\n"
 UNGATED = {"falcon", "gpt_neox", "phi", "starcoder2"}  # families whose MLP has two matrices
@@ -105,6 +106,14 @@ def test_unknown_names_get_near_ones() -> None:
         known("smolm2")
     with pytest.raises(UsageError, match="`blockdraft models` lists all"):
         known("zzzzzz")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-coder", "qwen2.5-coder-1.5"])
+def test_names_of_models_with_a_drafter_are_suggested_first(name: str) -> None:
+    with pytest.raises(UsageError, match=r"did you mean (qwen2\.5-coder-0\.5b or )?qwen2\.5-coder-1\.5b( or |\?)"):
+        known(name)
+    with pytest.raises(UsageError, match=r"did you mean (qwen2\.5-coder-0\.5b or )?qwen2\.5-coder-1\.5b( or |\?)"):
+        load_target(name)
 
 
 def test_the_list_needs_no_torch() -> None:

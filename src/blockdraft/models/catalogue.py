@@ -268,7 +268,15 @@ def known(name: str) -> Model:
     wanted, models = name.lower(), _by_name()
     if wanted in models:
         return models[wanted]
-    near = dict.fromkeys(models[match].id for match in difflib.get_close_matches(wanted, models, n=5, cutoff=0.6))
-    suggestions = list(near) or [model.id for model in catalogue() if wanted and wanted in model.id]
-    hint = f"did you mean {' or '.join(suggestions[:3])}?" if suggestions else "`blockdraft models` lists all."
-    raise UsageError(f"{name!r} is not in the catalogue; {hint}")
+    hint = suggestion(name)
+    raise UsageError(f"{name!r} is not in the catalogue; {hint or '`blockdraft models` lists all.'}")
+
+
+def suggestion(name: str) -> str | None:
+    """Return a question that names the models whose names are near, those with a drafter first; None without any."""
+    wanted, models = name.lower(), _by_name()
+    near = difflib.get_close_matches(wanted, models, n=3, cutoff=0.6)
+    near += [other for other in models if wanted and wanted in other]
+    found = {models[match].id: models[match] for match in near}
+    ids = sorted(found, key=lambda id: (not found[id].drafters, found[id].file is None))
+    return f"did you mean {' or '.join(ids[:3])}?" if ids else None

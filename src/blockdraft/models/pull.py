@@ -289,7 +289,7 @@ def _file_from_hub(file: WeightFile, work: Path, tell: Tell, progress: Progress)
     """Download a GGUF file from its makers' repository, from where an earlier pull ended."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers, get_session
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
     assert file.hub is not None
     partial = work / f"{file.name}.incomplete"
@@ -365,16 +365,17 @@ def _hub_errors(repository: str) -> Iterator[None]:
         raise UsageError(f"The hub has no {repository}, or shows it to its members only; see {page}.") from error
     except errors.RemoteEntryNotFoundError as error:
         raise UsageError(f"{repository} lacks a file that the catalogue names; see {page}.") from error
-    except (*_transport_errors(), errors.LocalEntryNotFoundError, errors.XetDownloadError) as error:
+    except _connection_errors() as error:
         cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UsageError(
             f"The hub did not answer for {repository} ({cause}); pull again with a connection to resume."
         ) from error
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
+def _connection_errors() -> tuple[type[Exception], ...]:
     """Return the errors of a connection, those of the HTTP client that the hub's package uses included."""
     from huggingface_hub import errors
 
     client_error = next(base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-    return (ConnectionError, TimeoutError, client_error)
+    assert issubclass(client_error, Exception)
+    return ConnectionError, TimeoutError, client_error, errors.LocalEntryNotFoundError, errors.XetDownloadError

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.models import located
+from blockdraft.models import located, suggestion
 from blockdraft.targets.base import Target, TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, ModelConfig, architecture_of, load_config
@@ -87,9 +87,8 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
             f"{folder} has no config.json; a target is a Hugging Face model folder, a hub name, or a GGUF file (.gguf)."
         )
     if not folder.exists() and not is_hub_name(path):
-        raise UsageError(
-            f"There is no folder {path}, and it is no name of the hub (owner/name) or of `blockdraft models`."
-        )
+        hint = suggestion(str(path)) or "`blockdraft models` lists models with names; names of the hub are OWNER/NAME."
+        raise UsageError(f"There is no folder {path}, and no model has that name; {hint}")
     if folder.exists() and revision is not None:
         raise UsageError(f"revision is {revision!r}, and {folder} is a folder, which has none; leave it out.")
     if not folder.exists():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from blockdraft.kernels.cpu import build as building
-from blockdraft.kernels.cpu import sources
+from blockdraft.kernels.cpu import prebuilt, sources
 from blockdraft.kernels.cpu.build import Build
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.targets import load_target
@@ -175,3 +175,16 @@ def test_a_compiler_of_no_use_is_named(
     assert build.library() is None
     assert build.reason is not None and reason in build.reason and compiler in build.reason
     assert not folder.exists() or list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_named_and_a_temporary_one_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(prebuilt, "find", lambda *kinds: None)
+    build = Build(torch.float32, torch.float32, torch.float32)
+    assert build.library() is not None and build.reason is None
+    assert f"{tmp_path / 'file' / 'libraries'} cannot be written (Not a directory)" in caplog.text
+    assert "Set BLOCKDRAFT_CACHE to another folder" in caplog.text

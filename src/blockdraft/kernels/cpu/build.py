@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from math import gcd
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import torch
 
@@ -18,6 +19,8 @@ from blockdraft.kernels.cpu import prebuilt
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.kernels.cpu.sources import MOST_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
 from blockdraft.machine import cache_folder, processor
+
+log = logging.getLogger(__name__)
 
 COMPILERS = ("gcc", "cc", "clang")
 NATIVE = "-march=native"
@@ -84,13 +87,26 @@ class Build:
         facts = [compiler, os.stat(compiler).st_mtime, NATIVE, ATTEMPTS, self._defines, processor()]
         folder, name = cache_folder() / "libraries", name_of(*facts)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            log.warning(
+                "%s cannot be written (%s), so each start compiles anew. Set BLOCKDRAFT_CACHE to another folder.",
+                *(folder, error.strerror),
+            )
+            with TemporaryDirectory() as temporary:
+                return self._try(compiler, Path(temporary), name)
+        return self._try(compiler, folder, name)
+
+    def _try(self, compiler: str, folder: Path, name: str) -> Library | None:
+        """Return the library in a folder, or compile it there."""
+        try:
             return whole(folder, name) or self._compile(compiler, folder, name)
         except (OSError, subprocess.SubprocessError) as error:
-            self.reason = f"{compiler} is of no use: {error}"
+            self.reason = f"{compiler} cannot compile in {folder}: {error}"
             return None
 
     def _compile(self, compiler: str, folder: Path, name: str) -> Library | None:
-        folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{name}.{os.getpid()}-{threading.get_ident()}.partial"
         try:
             for more in ATTEMPTS:
@@ -109,7 +125,7 @@ class Build:
 @cache
 def _log_compiling() -> None:
     """Log once per process why the program waits."""
-    logging.getLogger(__name__).warning(
+    log.warning(
         "Compiling for this processor, once for these dtypes; the result is kept in %s.", cache_folder() / "libraries"
     )
 
