@@ -363,8 +363,9 @@ class Scheduler:
 
     def _log_prefill(self, sequence: RunningSequence) -> None:
         """Log how much of a prompt has been read, and once what long instructions mean."""
-        request, rate = sequence.request, self._tokens_per_second or 1.0
-        left = f"about {duration(sequence.num_unread / rate)} left"
+        request = sequence.request
+        num_read = sequence.prefilled - request.stats.remembered
+        left = f"about {duration(sequence.num_unread * request.stats.prefill_seconds / max(num_read, 1))} left"
         if not self._explained and request.instruction_tokens - request.stats.remembered > EXPLAINED_TOKENS:
             self._explained = True
             log.info(

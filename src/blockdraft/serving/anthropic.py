@@ -24,6 +24,7 @@ from blockdraft.serving.request import (
     Started,
     TextDelta,
     ToolCall,
+    ToolCallDelta,
     ToolChoice,
     Usage,
 )
@@ -253,6 +254,7 @@ class MessagesResponse(NamedEventsResponse):
         self._statistics, self._max_draft_tokens = request.speculation.statistics, service.max_draft_tokens
         self._blocks = list[dict[str, Any]]()
         self._open = False  # whether the last block may still grow
+        self._streamed = ""  # arguments of the tool call in the last block
         self._usage = Usage(0, 0)
         self._end: Finished | None = None
 
@@ -268,12 +270,18 @@ class MessagesResponse(NamedEventsResponse):
             if "metrics" in body:
                 change["metrics"] = body["metrics"]
             return [*self._close(), change, {"type": "message_stop"}]
-        if isinstance(event, ToolCall):
-            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-            events = self._begin(block)
-            block["input"] = json.loads(event.arguments)
-            delta = {"type": "input_json_delta", "partial_json": event.arguments}
-            return [*events, self._delta(delta), *self._close()]
+        if isinstance(event, ToolCallDelta | ToolCall):
+            events, block = list[dict[str, Any]](), self._blocks[-1] if self._open else {}
+            if block.get("id") != event.id:
+                block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+                events, self._streamed = self._begin(block), ""
+            new = event.arguments
+            if isinstance(event, ToolCall):
+                block["input"], new = json.loads(event.arguments), event.arguments.removeprefix(self._streamed)
+            self._streamed += new
+            if new:
+                events.append(self._delta({"type": "input_json_delta", "partial_json": new}))
+            return [*events, *self._close()] if isinstance(event, ToolCall) else events
         return self._add_text(event) if event.text else ()
 
     def _add_text(self, event: TextDelta) -> list[dict[str, Any]]:

@@ -152,6 +152,23 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ToolCallDelta:
+    """New arguments of a tool call that is being written. All of them are the beginning of its `ToolCall`'s.
+
+    If the model goes on with what is no call after all, no `ToolCall` follows, and its text is a `TextDelta`.
+
+    Attributes:
+        index, id, name: As of the `ToolCall`.
+        arguments: New part of the JSON text; empty in the first delta.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class ToolCall:
     """A complete tool call.
 
@@ -183,4 +200,4 @@ class Finished:
     context_full: bool = False
 
 
-Event: TypeAlias = "Started | TextDelta | ToolCall | Finished"
+Event: TypeAlias = "Started | TextDelta | ToolCallDelta | ToolCall | Finished"

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from blockdraft.serving.errors import ApiError, as_api_error
-from blockdraft.serving.request import Event, GenerationRequest, PrefillProgress, Started
+from blockdraft.serving.request import Event, GenerationRequest, PrefillProgress, Started, ToolCallDelta
 from blockdraft.serving.service import Service
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def _scope(http: Request) -> str:
 async def _complete(service: Service, requests: Sequence[GenerationRequest], response: ApiResponse) -> dict[str, Any]:
     async with aclosing(service.generate(requests)) as events:
         async for index, event in events:
-            if not isinstance(event, PrefillProgress):
+            if not isinstance(event, PrefillProgress | ToolCallDelta):
                 await _add(service, response, index, event)
     return response.body()
 

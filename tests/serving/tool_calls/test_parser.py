@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.request import Chat, TextDelta, ToolCall, ToolChoice
+from blockdraft.serving.request import Chat, TextDelta, ToolCall, ToolCallDelta, ToolChoice
 from blockdraft.serving.tool_calls import OutputParser
 from blockdraft.serving.tool_calls import parser_of as parser_of_chat
 from blockdraft.serving.tool_calls.parser import Part
@@ -50,10 +50,13 @@ def parse(
 
 
 def joined(parts: list[Part]) -> list[tuple[str, ...]]:
-    """Join consecutive parts of one kind, without the random ids of calls."""
-    result = list[tuple[str, ...]]()
+    """Join consecutive parts of one kind, without the random ids of calls. Deltas must begin the calls that follow."""
+    result, begun = list[tuple[str, ...]](), dict[str, str]()
     for part in parts:
-        if isinstance(part, ToolCall):
+        if isinstance(part, ToolCallDelta):
+            begun[part.id] = begun.get(part.id, "") + part.arguments
+        elif isinstance(part, ToolCall):
+            assert part.arguments.startswith(begun.get(part.id, ""))
             result.append(("call", str(part.name), part.arguments))
         elif result and result[-1][0] == ("Reasoning" if part.reasoning else "Text"):
             result[-1] = (result[-1][0], result[-1][1] + part.text)
@@ -298,6 +301,47 @@ def test_text_is_returned_as_soon_as_possible(tokenizer: PreTrainedTokenizerFast
     assert parser.push('"name": "app"') == [TextDelta('```json\n{"name": "app"')]  # no tool of this name
     parser = parser_of(tokenizer_with(tokenizer, "<think></think>"), prompt_text="<think>")
     assert parser.push("Hm, ") == [TextDelta("Hm,", reasoning=True)]
+
+
+ARGUMENTS = {"a": 'x\n\\ "y" 語 😀', "b": [1.5, {"c": "d"}, True, "e"], "f": "g", "h": -12}
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerFast, ascii_only: bool) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    parser = parser_of(tokenizer, TOOLS)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(ARGUMENTS, ensure_ascii=ascii_only)}}}\n</tool_call>'
+    written, most = "", 0
+    *deltas, (_, whole) = [(i, part) for i, character in enumerate(text) for part in parser.push(character)]
+    for number, part in deltas:
+        assert isinstance(part, ToolCallDelta) and (part.index, part.name) == (0, "f")
+        written += part.arguments
+        most = number
+    assert isinstance(whole, ToolCall) and json.loads(whole.arguments) == ARGUMENTS
+    assert whole.arguments.startswith(written) and written.endswith('"f": "g"')  # a number may go on
+    assert most < len(text) - len("</tool_call>")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "unknown", "arguments": {"a": "b',
+        '<tool_call>{"arguments": {"a": "b"',
+        '<tool_call>{"name": "f", "arguments": "{\\"a',
+        '```json\n{"name": "f", "arguments": {"a": "b',
+    ],
+)
+def test_arguments_of_other_calls_come_when_they_are_complete(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    parser = parser_of(tokenizer, TOOLS)
+    assert [part for character in text for part in parser.push(character)] == []
+
+
+def test_a_begun_call_that_becomes_none_is_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    text = '<tool_call>{"name": "f", "arguments": {"a": "print("x")"}}</tool_call>'
+    parts = parse(tokenizer, list(text))
+    assert isinstance(parts[0], ToolCallDelta) and joined(parts) == [plain(text)]
 
 
 def test_calls_have_ids_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -14,7 +14,16 @@ from starlette.responses import Response
 from blockdraft.engine.text import REPLACEMENT
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
-from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Started, ToolCall, ToolChoice
+from blockdraft.serving.request import (
+    Chat,
+    Event,
+    Finished,
+    GenerationRequest,
+    Started,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+)
 from blockdraft.serving.schemas import (
     UNLIMITED,
     GenerationSchema,
@@ -238,6 +247,7 @@ class ChatChoice:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    streamed: dict[int, str] = field(default_factory=dict)  # arguments of calls that are being written, by index
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -259,12 +269,24 @@ class ChatResponse(ChoicesResponse):
             self._ends[index] = event
         elif self._no_output:
             return ()
+        elif isinstance(event, ToolCallDelta):
+            if event.name in self._text_tools:  # their text is inside of the arguments
+                return ()
+            begun = event.index in choice.streamed
+            choice.streamed[event.index] = choice.streamed.get(event.index, "") + event.arguments
+            function = {"arguments": event.arguments}
+            call = {"function": function if begun else {"name": event.name, **function}}
+            call = call if begun else {"id": event.id, "type": "function", **call}
+            delta = {"tool_calls": [{"index": event.index, **call}]}
         elif isinstance(event, ToolCall):
             call: dict[str, Any] = {"function": {"name": event.name, "arguments": event.arguments}}
             if event.name in self._text_tools:
                 call = {"custom": {"name": event.name, "input": tool_text(event.arguments)}}
             choice.calls.append({"id": event.id, "type": next(iter(call)), **call})
             delta = {"tool_calls": [{"index": event.index, **choice.calls[-1]}]}
+            if event.index in choice.streamed:
+                rest = event.arguments.removeprefix(choice.streamed[event.index])
+                delta = {"tool_calls": [{"index": event.index, "function": {"arguments": rest}}]}
         else:
             (choice.reasoning if event.reasoning else choice.text).append(event.text)
             if event.text:

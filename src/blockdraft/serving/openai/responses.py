@@ -17,7 +17,16 @@ from starlette.responses import Response
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.metrics import draft_statistics
-from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Started, ToolCall, ToolChoice
+from blockdraft.serving.request import (
+    Chat,
+    Event,
+    Finished,
+    GenerationRequest,
+    Started,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+)
 from blockdraft.serving.schemas import (
     GenerationSchema,
     Listed,
@@ -454,21 +463,14 @@ class ResponsesResponse(NamedEventsResponse):
 
     def output_messages(self) -> Messages:
         """Return the output as messages of the next request."""
-        return template_messages([Item.model_validate(item) for item in self._items])
+        items = [item for item in self._items if item["status"] != "incomplete" or item["type"] not in CALL_EVENTS]
+        return template_messages([Item.model_validate(item) for item in items])
 
     def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
         if isinstance(event, Started):
             return [self._response("created"), self._response("in_progress")]
-        if isinstance(event, ToolCall):
-            tool = self._tools.get(event.name)
-            kind, field, text = "function_call", "arguments", event.arguments
-            if tool is not None and tool.is_text:
-                kind, field, text = "custom_tool_call", "input", tool_text(event.arguments)
-            call = tool.call if tool else {"name": event.name}
-            prefix = "ctc" if field == "input" else "fc"
-            events = self._begin(kind, prefix, {"call_id": event.id, **call, field: ""})
-            self._items[-1][field] = text
-            return [*events, self._event(f"{CALL_EVENTS[kind]}.delta", delta=text), *self._close()]
+        if isinstance(event, ToolCallDelta | ToolCall):
+            return self._add_call(event)
         if isinstance(event, Finished):
             return self._finish(event)
         if not event.text:
@@ -477,6 +479,26 @@ class ResponsesResponse(NamedEventsResponse):
         events = [] if self._open and self._items[-1]["type"] == kind else self._begin_text(kind)
         self._items[-1]["content"][0]["text"] += event.text
         return [*events, self._text_event("delta", delta=event.text)]
+
+    def _add_call(self, event: ToolCallDelta | ToolCall) -> list[dict[str, Any]]:
+        tool = self._tools.get(event.name)
+        kind, field, text = "function_call", "arguments", event.arguments
+        if tool is not None and tool.is_text:
+            if isinstance(event, ToolCallDelta):  # its text is inside of the arguments
+                return []
+            kind, field, text = "custom_tool_call", "input", tool_text(event.arguments)
+        events = list[dict[str, Any]]()
+        if not self._open or self._items[-1].get("call_id") != event.id:
+            call = tool.call if tool else {"name": event.name}
+            prefix = "ctc" if field == "input" else "fc"
+            events = self._begin(kind, prefix, {"call_id": event.id, **call, field: ""})
+        item = self._items[-1]
+        if isinstance(event, ToolCall):
+            text = text.removeprefix(item[field])
+        item[field] += text
+        if text:
+            events.append(self._event(f"{CALL_EVENTS[kind]}.delta", delta=text))
+        return [*events, *self._close()] if isinstance(event, ToolCall) else events
 
     def fail(self, error: ApiError) -> Sequence[dict[str, Any]]:
         self._status, self._error = "failed", {"code": "server_error", "message": error.message}
@@ -502,7 +524,8 @@ class ResponsesResponse(NamedEventsResponse):
         return [*events, self._part_event("added")]
 
     def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
-        events = self._close()
+        unfinished = self._open and self._items[-1]["type"] in CALL_EVENTS  # the model went on with something else
+        events = self._close("incomplete" if unfinished else "completed")
         self._items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields})
         self._open = True
         return [*events, self._item_event("added")]

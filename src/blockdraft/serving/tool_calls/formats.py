@@ -221,6 +221,63 @@ def _end_of_calls(
     return Match(end, calls)  # some models forget the marker
 
 
+CALL_HEAD = re.compile(rf'{TOOL_CALL}\s*\{{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+STRING_END = re.compile(r'(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*')  # whole characters of a string
+
+
+def begun_call(text: str) -> Call | None:
+    """Return the call that a text in the format of `Hermes` begins with, as far as its arguments are certain.
+
+    They are the beginning of the normalized arguments of the complete call. None if there is no such call.
+    """
+    head = CALL_HEAD.match(text)
+    if head is None:
+        return None
+    certain = _certain(text[head.end() :])
+    if certain is None:
+        return Call(head[1], "")
+    begun, closing = certain
+    try:
+        arguments = json.dumps(_decode(begun + closing), ensure_ascii=False, allow_nan=False)
+        arguments.encode()
+    except (InvalidCall, ValueError):
+        return Call(head[1], "")
+    return Call(head[1], arguments[: -len(closing)])
+
+
+def _certain(text: str) -> tuple[str, str] | None:
+    """Return the beginning of a JSON object up to its last certain character, and what closes it.
+
+    That character is in a string or ends a value. None if there is none, or if the object is complete.
+    """
+    closing, index, is_key, certain = list[str](), 0, False, None
+    while index < len(text):
+        character = text[index]
+        index += 1
+        if character == '"':
+            end = STRING_END.match(text, index)
+            assert end is not None
+            index = end.end()
+            if not is_key:
+                certain = text[:index], '"' + "".join(reversed(closing))
+            if index == len(text) or text[index] != '"':  # the string goes on
+                return certain
+            index += 1
+            if not is_key:
+                certain = text[:index], "".join(reversed(closing))
+            is_key = False
+        elif character in "{[":
+            closing.append("}" if character == "{" else "]")
+            is_key = character == "{"
+        elif character in "}]":
+            if not closing or closing.pop() != character or not closing:
+                return None
+            certain, is_key = (text[:index], "".join(reversed(closing))), False
+        elif character == ",":
+            is_key = closing[-1:] == ["}"]
+    return certain
+
+
 class Hermes:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and of Qwen 2.5 and 3."""
 

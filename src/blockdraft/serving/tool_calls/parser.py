@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import harmony_ids
 from blockdraft.serving.json_schemas import Tools, tool_schemas
-from blockdraft.serving.request import Chat, TextDelta, ToolCall
+from blockdraft.serving.request import Chat, TextDelta, ToolCall, ToolCallDelta
 from blockdraft.serving.tool_calls.formats import (
     FORMATS,
     THINK,
     THINK_END,
     Format,
     allows_parallel_calls,
+    begun_call,
     find_marker,
     format_of,
     is_reasoning,
@@ -24,7 +26,7 @@ from blockdraft.serving.tool_calls.formats import (
 )
 from blockdraft.serving.tool_calls.harmony import PROMPT_END, HarmonyParser
 
-Part: TypeAlias = "TextDelta | ToolCall"
+Part: TypeAlias = "TextDelta | ToolCallDelta | ToolCall"
 
 
 def parser_of(
@@ -60,8 +62,9 @@ def parser_of(
 class OutputParser:
     """Parses text that arrives in pieces. The joined parts do not depend on where the pieces end.
 
-    Text that may become a marker is held back until that is decided, and a call until it is complete. A malformed call
-    is text. Whitespace around reasoning and calls is dropped.
+    Text that may become a marker is held back until that is decided, and a call until it is complete. Of a call of a
+    known tool behind a marker, the arguments come as `ToolCallDelta`s meanwhile. A malformed call is text. Whitespace
+    around reasoning and calls is dropped.
 
     Args:
         formats: Formats of calls; without any, calls stay in the text.
@@ -79,6 +82,7 @@ class OutputParser:
         self._buffer = ""
         self._reasoning, self._output = _Trimmer(leading=True), _Trimmer(leading=False)
         self._num_calls = 0
+        self._begun: ToolCallDelta | None = None  # all of the call that is being written, as far as it was returned
 
     @property
     def called(self) -> bool:
@@ -145,16 +149,30 @@ class OutputParser:
             match = next((match for match in matches if match and match.calls), None)
             if match is None:
                 if None in matches:
+                    self._add_arguments(parts)
                     break
                 match = min(filter(None, matches))
                 self._add_text(parts, self._buffer[: match.length])
             for call in match.calls[: None if self._parallel else 1]:
-                call_id = f"call_{uuid.uuid4().hex[:24]}"
+                call_id = self._begun.id if self._begun else new_call_id()
                 parts.append(ToolCall(self._num_calls, call_id, call.name, call.arguments))
                 self._num_calls += 1
+                self._begun = None
                 self._output = _Trimmer(leading=True)
-            self._buffer = self._buffer[match.length :]
+            self._buffer, self._begun = self._buffer[match.length :], None
         return parts
+
+    def _add_arguments(self, parts: list[Part]) -> None:
+        """Add the new arguments of the call that the buffer begins with, if there are any."""
+        call = begun_call(self._buffer)
+        if call is None or call.name not in self._tools:
+            return
+        if self._begun is None:
+            self._begun = ToolCallDelta(self._num_calls, new_call_id(), call.name, "")
+            parts.append(self._begun)
+        if call.arguments.startswith(self._begun.arguments) and call.arguments != self._begun.arguments:
+            parts.append(replace(self._begun, arguments=call.arguments.removeprefix(self._begun.arguments)))
+            self._begun = replace(self._begun, arguments=call.arguments)
 
     def _add_text(self, parts: list[Part], text: str) -> None:
         if not (trimmed := self._output.push(text)):
@@ -164,6 +182,10 @@ class OutputParser:
             parts[-1] = TextDelta(last.text + trimmed)
         else:
             parts.append(TextDelta(trimmed))
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class _Trimmer:
