@@ -312,5 +312,5 @@ def test_tokens_keep_their_spaces() -> None:
 def test_a_catalogued_model_is_also_named_by_its_id(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     [usual] = make_service(engine).model_names
     monkeypatch.setattr("blockdraft.serving.service.model_of", lambda path: known("smollm2"))
-    assert make_service(engine).model_names == [usual, "smollm2"]
+    assert make_service(engine).model_names == ["smollm2", usual]
     assert make_service(engine, served_model_name=("other",)).model_names == ["other"]

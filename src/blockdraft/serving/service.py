@@ -60,7 +60,7 @@ class Service:
     def __init__(self, backends: Backends, settings: ServeSettings) -> None:
         self.backends, self.settings = backends, settings
         catalogued = model_of(backends.usual.target.path)
-        default_names = [backends.target] if catalogued is None else [backends.target, catalogued.id]
+        default_names = [backends.target] if catalogued is None else [catalogued.id, backends.target]
         self.model_names = list(settings.served_model_name) or default_names
         self.token_texts = TokenTexts(backends.usual.target.tokenizer)
         self.max_draft_tokens = backends.usual.controller.max_draft_tokens

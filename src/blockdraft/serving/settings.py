@@ -51,7 +51,8 @@ class ServeSettings:
     stored_prefixes: bool = Field(
         True,
         description="Store keys and values of long system messages and tools in the cache folder once they come a "
-        "second time, readable by you only, so that the first request after a restart need not prefill them.",
+        "second time, and those of a prompt whose prefill was cut short, readable by you only, so that the first "
+        "request after a restart need not prefill them.",
     )
     max_batch_size: Annotated[Count, Flag(panel=LIMITS)] = Field(
         16, description="Maximum number of requests decoded together; others wait."

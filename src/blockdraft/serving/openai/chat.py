@@ -272,12 +272,11 @@ class ChatResponse(ChoicesResponse):
         elif isinstance(event, ToolCallDelta):
             if event.name in self._text_tools:  # their text is inside of the arguments
                 return ()
-            begun = event.index in choice.streamed
+            new: dict[str, Any] = {"function": {"arguments": event.arguments}}
+            if event.index not in choice.streamed:
+                new = {"id": event.id, "type": "function", "function": {"name": event.name, **new["function"]}}
             choice.streamed[event.index] = choice.streamed.get(event.index, "") + event.arguments
-            function = {"arguments": event.arguments}
-            call = {"function": function if begun else {"name": event.name, **function}}
-            call = call if begun else {"id": event.id, "type": "function", **call}
-            delta = {"tool_calls": [{"index": event.index, **call}]}
+            delta = {"tool_calls": [{"index": event.index, **new}]}
         elif isinstance(event, ToolCall):
             call: dict[str, Any] = {"function": {"name": event.name, "arguments": event.arguments}}
             if event.name in self._text_tools:
