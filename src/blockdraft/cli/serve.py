@@ -15,6 +15,7 @@ from blockdraft.cli.target import (
     DecodingTarget,
     DrafterSettings,
     DraftingOptions,
+    threads_in_words,
 )
 from blockdraft.errors import UsageError
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
@@ -117,7 +118,6 @@ def _self_check(engine: Engine, count: int) -> str | None:
 def announce(service: Service, bound: socket.socket, check_result: str | None) -> None:
     """Print what was started. The last line, "Ready", tells programs that the server takes requests."""
     from blockdraft.cli.answers import drafter_note
-    from blockdraft.kernels.cpu.threads import thread_choice
 
     engine, url = service.backends.usual, url_of(bound)
     key = " -H 'Authorization: Bearer KEY'" if service.settings.api_key is not None else ""
@@ -137,7 +137,7 @@ def announce(service: Service, bound: socket.socket, check_result: str | None) -
         f"Model    {', '.join(service.model_names)}{' (and any other name)' if service.settings.any_model else ''}",
         f"Target   {about['target']}, {about['parameters'] / 1e6:.1f} M parameters, context {about['max_context']}, "
         f"{engine.target.running}",
-        *([f"Threads  {thread_choice()}"] if engine.target.device.type == "cpu" else []),
+        *([f"Threads  {threads_in_words()}"] if engine.target.device.type == "cpu" else []),
         f"Drafter  {about['drafter']}, {limits}" if engine.controller.max_draft_tokens else "Drafter  none",
         f"Memory   up to {engine.memory_bytes() / 2**20:.0f} MiB for {engine.max_batch_size} requests at a time",
         *([] if service.settings.host in LOOPBACK else [f"Network  {NETWORK.format(bound.getsockname()[1])}"]),

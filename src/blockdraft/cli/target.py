@@ -108,6 +108,13 @@ class DecodingSettings(TargetSettings):
         return target
 
 
+def threads_in_words() -> str:
+    """Return how many threads run on this machine's CPU, and why."""
+    from blockdraft.kernels.cpu.threads import thread_choice
+
+    return str(thread_choice())
+
+
 def read_template(path: Path) -> str:
     """Return the text of a file that holds a chat template.
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from blockdraft.cli import display
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DRAFTING, MEASURE, MODEL, CommandSpec, Only
-from blockdraft.cli.target import TARGET, AsJson, DecodingSettings, Files
+from blockdraft.cli.target import TARGET, AsJson, DecodingSettings, Files, threads_in_words
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.tables import SHARES, new_table, percents
@@ -68,12 +68,11 @@ def doctor(
     texts = [prompt for prompt_set in sets for prompt in prompt_set.prompts] or SAMPLES.prompts
 
     from blockdraft.drafters import drafter_files
-    from blockdraft.kernels.cpu.threads import thread_choice
     from blockdraft_train.doctor.examine import examine
 
     examined = drafter_files(options.drafter or "bundled", model.target)
     target = model.load_for()
-    tell(f"Target {target.path}, drafter {examined}.\nThreads: {thread_choice()}.")
+    tell(f"Target {target.path}, drafter {examined}.\nThreads: {threads_in_words()}.")
     with display.progress("checks") as progress:
         diagnosis = examine(target, examined, texts, options.max_new_tokens, progress)
     if as_json:
