@@ -156,3 +156,25 @@ def test_objects_of_different_keys_in_data(tmp_path: Path) -> None:
     records = [record for _, record in read_records([str(tmp_path / "a.jsonl")], RecordSettings())]
     found = [record.messages[-1]["tool_calls"][0]["function"]["arguments"] for record in records if record != ""]  # type: ignore[union-attr]
     assert found == calls
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"content": "hi"}], r"messages\.0\.role is missing"),
+        ([{"role": "user"}], r"messages\.0\.content is missing; a message of role user needs one"),
+        ([{"role": "system", "content": "a"}, {"role": "system"}, CHAT[0]], r"messages\.1\.content is missing"),
+        ([CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, CHAT[0]], "not a JSON object; give one"),
+        ([CHAT[0], {"role": "assistant", "content": "", "tool_calls": ["f"]}, CHAT[0]], "not a list of calls"),
+        ([CHAT[0], {"role": "assistant", "content": "", "tool_calls": 5}, CHAT[0]], "not a list of calls"),
+        ([{"role": None, "content": "x"}], r"messages\.0\.role is missing"),
+        ([CHAT[0], "hi"], "is a dict of role and content|give an object"),
+    ],
+)
+def test_malformed_messages_in_python_are_named(target: Target, chat: Any, message: str) -> None:
+    """vllm-project/vllm#9693: a KeyError of the chat template's code says nothing to its user."""
+    with Engine(target) as engine, pytest.raises(UsageError, match=message):
+        engine.generate([chat], SamplingParams(max_new_tokens=2))

@@ -42,7 +42,7 @@ from blockdraft.serving.schemas import (
     tool_call,
 )
 from blockdraft.serving.service import Service
-from blockdraft.serving.streaming import NamedEventsResponse, respond, until_disconnect
+from blockdraft.serving.streaming import NamedEventsResponse, data, respond, until_disconnect
 
 # The first line of Claude Code's instructions differs in each request and would defeat the prefix cache.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
@@ -151,7 +151,9 @@ class AnthropicToolChoice(Schema):
 
     def to_choice(self) -> ToolChoice:
         if self.type == "tool":
-            return ToolChoice("required", self.name or "")
+            if not self.name:
+                raise UsageError("tool_choice.name is missing; name one of the tools.")
+            return ToolChoice("required", self.name)
         return ToolChoice("required" if self.type == "any" else self.type)
 
 
@@ -161,7 +163,7 @@ class Thinking(Schema):
 
 class AnthropicFormat(Schema):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
 class OutputConfig(Schema):
@@ -239,6 +241,7 @@ class MessagesRequest(CountRequest, GenerationSchema):
             self.to_chat(self.tool_choice),
             replace(params, stop=(*params.stop, *(self.stop_sequences or ()))),
             max_tokens=self.max_tokens,
+            strict_schema=True,  # as in Anthropic's API
             speculation=self.speculation,
         )
 
@@ -246,7 +249,7 @@ class MessagesRequest(CountRequest, GenerationSchema):
 class MessagesResponse(NamedEventsResponse):
     """A message and its content blocks so far."""
 
-    keep_alive = f"event: ping\ndata: {json.dumps(PING)}\n\n"
+    keep_alive = f"event: ping\n{data(PING)}"
 
     def __init__(self, service: Service, model: str, request: GenerationRequest) -> None:
         self._id, self._model = f"msg_{uuid.uuid4().hex}", model
