@@ -175,6 +175,5 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
     ],
 )
 def test_malformed_messages_in_python_are_named(target: Target, chat: Any, message: str) -> None:
-    """vllm-project/vllm#9693: a KeyError of the chat template's code says nothing to its user."""
     with Engine(target) as engine, pytest.raises(UsageError, match=message):
         engine.generate([chat], SamplingParams(max_new_tokens=2))

@@ -83,7 +83,7 @@ def output(path: str, answer: Any) -> str:
 
 @pytest.mark.parametrize("path", [*TEXTS, "/v1/completions", "/infill"])
 def test_lines_of_streams_end_where_any_client_ends_them(engine: Engine, path: str) -> None:
-    """openai/openai-python's and ollama's clients split lines as Python's `str.splitlines` does."""
+    """Clients that use httpx's `iter_lines` split lines as Python's `str.splitlines` does."""
     text = "a\u2028b\u2029c\x85d"
     client = ScriptedService(engine, [TextDelta(text), finished()]).client()
     body = {**TEXTS.get(path, {"prompt": "x", "input_prefix": "x", "input_suffix": "y"}), **limits(path, 9)}
@@ -118,7 +118,6 @@ NAMES = ["$ref", "properties", "type", "required", "$defs", "enum", "items", "al
 @pytest.mark.parametrize("path", TEXTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_properties_may_have_the_names_of_keywords(shared_client: Client, path: str, name: str) -> None:
-    """guidance-ai/llguidance#57, vllm-project/vllm#15236: a property named `$ref` or `properties` is a property."""
     inner = {"type": "object", "properties": {name: {"enum": [7]}, "a": {"enum": [1]}}, "required": [name, "a"]}
     schema = {"type": "object", "properties": {"o": inner}, "required": ["o"]}
     text = output(path, ask(shared_client, path, **formatted(path, schema)))
@@ -245,7 +244,6 @@ def tools_of(path: str, *functions: dict[str, Any]) -> dict[str, Any]:
 def test_a_tool_that_no_grammar_expresses_blocks_no_call(
     client: Client, set_template: Callable[[str], None], path: str, template: str, part: Any
 ) -> None:
-    """An MCP server's field for e-mail addresses, with a look-around, made every forced call a 400."""
     set_template(template)
     odd = {"name": "mail", "parameters": {"type": "object", "properties": {"to": part}, "required": ["to"]}}
     now = {"name": "now", "parameters": {"type": "object", "properties": {}}}
@@ -366,7 +364,6 @@ MODULES = [anthropic, infill, ollama, schemas, chat, completions, responses, uti
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_whole_numbers_may_be_written_with_a_point(module: Any) -> None:
-    """ollama/ollama's clients in JavaScript and Lua, and .NET, send 4.0."""
     for kind in models(module):
         for name, field in kind.model_fields.items():
             whole = int in (field.annotation, *get_args(field.annotation)) or "Int" in str(field.annotation)
@@ -410,7 +407,6 @@ def history(path: str) -> dict[str, Any]:
 def test_a_cut_call_does_not_end_the_conversation(
     client: Client, set_template: Callable[[str], None], caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    """vllm-project/vllm#26177: a call cut by max_tokens made every later request a 400."""
     for template in (HERMES, WITH_OBJECT):
         set_template(template)
         answer = ask(client, path, tokens=2, **history(path))
