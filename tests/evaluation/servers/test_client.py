@@ -226,7 +226,9 @@ vllm:request_success_total{{finished_reason="length"}} {}
 def test_lines_end_only_at_line_feeds(serve: Serve) -> None:
     """Other servers leave U+2028 and the like in their JSON as they are, as the standard allows."""
     event = {"choices": [{"delta": {"content": "a\u2028b\x85c"}, "finish_reason": "stop"}]}
-    text = f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\ndata: {json.dumps({'usage': {'completion_tokens': 3}})}"
+    text = (
+        f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\ndata: {json.dumps({'usage': {'completion_tokens': 3}})}"
+    )
     serve(lambda request: httpx.Response(200, content=f"{text}\n\ndata: [DONE]\n\n".encode()))
     answer = ask()
     assert (answer.problem, answer.text) == ("", "a\u2028b\x85c")
