@@ -15,7 +15,7 @@ from blockdraft.errors import UsageError
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a file that `git lfs` has not downloaded begins
 MAX_POINTER = 1024  # bytes
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which editors of Windows write
-POINTED = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.model", "*.json", "*.txt", "*.jinja")
+POINTED = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.model", "*.json", "*.jsonl", "*.parquet", "*.txt", "*.jinja")
 MARKED = ("*.json", "*.jinja", "*.txt")
 
 
