@@ -107,7 +107,9 @@ def resolve_and_check(
     if not job.other_responses:
         with complaints.noting():
             check_author(data, target)
-    resolved = resolve(job.variant, with_place(job.recipe, target), target, data, job.accelerator.num_processes, complaints, earlier)
+    resolved = resolve(
+        job.variant, with_place(job.recipe, target), target, data, job.accelerator.num_processes, complaints, earlier
+    )
     if resolved is not None:
         with complaints.noting():
             config = resolved.variant.config(target)

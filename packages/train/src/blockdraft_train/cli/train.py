@@ -82,9 +82,8 @@ def train(
     assert options.data is not None and options.out is not None
     out = options.out
 
-    from blockdraft.drafters import as_given
+    from blockdraft.drafters import as_given, check_place
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.drafters import check_place
     from blockdraft.formats import find_layout
     from blockdraft.formats.gguf import is_gguf
     from blockdraft_train.data.documents import read_data
