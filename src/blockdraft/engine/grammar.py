@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.engine.json_schema import References, endless_references, map_parts, walk, with_pointers
+from blockdraft.engine.json_schema import References, endless_references, map_parts, pointer, walk, with_pointers
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import Grammar
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # an optional package, loaded by the first request that has a
 JSON_STYLE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}", "lenient": True}
 ERROR_LENGTH = 300
 TOO_DEEP = "the schema exceeds the recursion limit; nest it less deeply"
+MAX_PARTS = 200  # of a wrong schema that are tried to find the fault
 LACKING = "Unimplemented keys: "  # how llguidance's warning of keywords that it lacks begins
 SEPARATOR = re.compile(r'[\s{}\[\]",:]+')  # text of tokens between names and values
 MAX_SEPARATORS = 2  # that are remembered of each context
@@ -196,7 +197,8 @@ def compile_schema(schema: str) -> str:
     compiled, warnings = _validate(text)
     if warnings:
         endless = "" if checked == value else _endless(value)
-        raise ValueError(" ".join(" ".join([endless, *warnings]).split())[:ERROR_LENGTH])
+        text = " ".join(" ".join([endless, *warnings]).split())[:ERROR_LENGTH]
+        raise ValueError(text if LACKING in text else f"{text}{_fault(checked)}")
     return compiled
 
 
@@ -206,6 +208,25 @@ def _validate(schema: str) -> tuple[str, list[str]]:
     compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
     _, warnings = matcher.validate_grammar_with_warnings(compiled)
     return compiled, [warning for warning in warnings if not warning.startswith("Unknown format: ")]
+
+
+def _fault(schema: Any) -> str:
+    """Return, as the end of a message, which keywords of the smallest wrong part are at fault, and where it stands."""
+
+    def is_wrong(part: dict[str, Any]) -> bool:
+        warnings = _validate(json.dumps(without_references(part)))[1]
+        return any(not warning.startswith((LACKING, "oneOf")) for warning in warnings)
+
+    def without_references(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return map_parts({key: value for key, value in part.items() if key != "$ref"}, without_references)
+
+    for path, part in sorted(walk(schema), key=lambda entry: -len(entry[0]))[:MAX_PARTS]:
+        if is_wrong(part):
+            alone = [key for key in part if not is_wrong({name: part[name] for name in part if name != key})]
+            return f" ({', '.join(alone or part)} at {pointer(path)})"
+    return ""
 
 
 def checked_schema(schema: Any) -> Any:
