@@ -226,7 +226,7 @@ def _fault(schema: Any) -> str:
         if is_wrong(part):
             alone = [key for key in part if not is_wrong({name: part[name] for name in part if name != key})]
             return f" ({', '.join(alone or part)} at {pointer(path)})"
-    return ""
+    return " ($ref, by what it points to)" if any("$ref" in part for _, part in walk(schema)) else ""
 
 
 def checked_schema(schema: Any) -> Any:
@@ -343,8 +343,9 @@ def relax(text: str, references: bool = False) -> tuple[str, tuple[str, ...]]:
 
 def _lacking(warnings: Sequence[str]) -> set[str]:
     """Return the keywords that llguidance's warnings name."""
-    lists = [json.loads(text.removeprefix(LACKING)) for text in warnings if text.startswith(LACKING)]
-    return {name for names in lists for name in names} | {"oneOf" for text in warnings if text.startswith("oneOf")}
+    text = "\n".join(warnings)
+    lists = [json.loads(names) for names in re.findall(LACKING + r"(\[.*\])", text)]
+    return {name for names in lists for name in names} | {"oneOf" for _ in re.findall(r"^oneOf", text, re.MULTILINE)}
 
 
 def _has_useless_patterns(schema: dict[str, Any]) -> bool:
