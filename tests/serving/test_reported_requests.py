@@ -397,13 +397,17 @@ def history(path: str) -> dict[str, Any]:
     if path == "/v1/responses":
         call = {"type": "function_call", "call_id": "c", "name": "write", "arguments": CUT}
         return {"input": [USER, call, {"type": "function_call_output", "call_id": "c", "output": "error"}, USER]}
+    if path == "/v1/messages":
+        use = {"type": "tool_use", "id": "c", "name": "write", "input": CUT}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "error"}
+        return {"messages": [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]}
     function = {"name": "write", "arguments": CUT}
     call = {"id": "c", "type": "function", "function": function}
     result = {"role": "tool", "content": "error"} | ({} if path == "/api/chat" else {"tool_call_id": "c"})
     return {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result, USER]}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
 def test_a_cut_call_does_not_end_the_conversation(
     client: Client, set_template: Callable[[str], None], caplog: pytest.LogCaptureFixture, path: str
 ) -> None:

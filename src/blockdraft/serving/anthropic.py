@@ -38,6 +38,7 @@ from blockdraft.serving.schemas import (
     format_grammar,
     function_tool,
     join_text,
+    parse_arguments,
     template_variables,
     tool_call,
 )
@@ -76,7 +77,7 @@ class Block(Part):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | str | None = None  # a text if a limit of tokens cut it
     tool_use_id: str | None = None
     content: str | Listed[Block] | None = None
     is_error: bool | None = None
@@ -125,7 +126,8 @@ def _assistant_message(place: str, blocks: Sequence[Block]) -> dict[str, Any]:
         if block.type == "tool_use":
             if block.id is None or block.name is None:
                 raise UsageError(f"{place} holds a tool_use without id or name; give both.")
-            calls.append(tool_call(block.id, block.name, block.input or {}))
+            arguments = parse_arguments(block.input) if isinstance(block.input, str) else block.input or {}
+            calls.append(tool_call(block.id, block.name, arguments))
     if calls:
         message["tool_calls"] = calls
     return message
