@@ -409,7 +409,7 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
 
 
 def _parquet_records(file: Path) -> Iterator[dict[str, Any]]:
-    from pyarrow import parquet
+    from pyarrow import parquet  # type: ignore[import-untyped]
 
     with parquet.ParquetFile(file) as opened:
         for batch in opened.iter_batches(batch_size=PARQUET_ROWS):

@@ -230,12 +230,15 @@ class _Cursor:
         # The shortest decimal of a float32 is meant, such as 1e-6, and not its exact value.
         return float(str(np.float32(value))) if kind == "f" else value
 
-    def text(self) -> str:
-        [value] = self.texts(1)
+    def text(self, errors: str = "strict") -> str:
+        [value] = self.texts(1, errors)
         return value
 
-    def texts(self, count: int) -> list[str]:
-        """Read consecutive strings. A vocabulary has hundreds of thousands, so the loop makes few calls."""
+    def texts(self, count: int, errors: str = "strict") -> list[str]:
+        """Read consecutive strings; `errors` as in `bytes.decode`.
+
+        A vocabulary has hundreds of thousands, so the loop makes few calls.
+        """
         data, place, size_of = self.data, self.place, SIZE.unpack_from
         values = []
         for _ in range(count):
@@ -243,13 +246,13 @@ class _Cursor:
             place = begin + size_of(data, place)[0]
             if place > len(data):
                 raise EOFError(f"a text would end at byte {place} of {len(data)}")
-            values.append(data[begin:place].decode(errors="replace"))
+            values.append(data[begin:place].decode(errors=errors))
         self.place = place
         return values
 
     def value(self, kind: GGUFValueType) -> Any:
         if kind == GGUFValueType.STRING:
-            return self.text()
+            return self.text("replace")  # a name or a licence, which must not refuse the file
         if kind != GGUFValueType.ARRAY:
             return self.number(NUMBERS[kind])
         inner, count = GGUFValueType(self.number("I")), self.number("Q")

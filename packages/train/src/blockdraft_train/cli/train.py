@@ -84,8 +84,9 @@ def train(
 
     from blockdraft.drafters import as_given, check_place
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.formats import find_layout
-    from blockdraft.formats.gguf import is_gguf
+    from blockdraft.formats import find_layout, read_config
+    from blockdraft.formats.gguf import is_gguf, open_gguf
+    from blockdraft.formats.gguf.kinds import kind_in
     from blockdraft_train.data.documents import read_data
     from blockdraft_train.data.hidden_states import read_hidden_states
 
@@ -113,7 +114,10 @@ def train(
         complaints.noted(read_hidden_states, settings.hidden_states)
     with complaints.noting():
         if (init := begun_with(settings)) is not None:
-            check_place(init)
+            if not Path(init).exists():
+                check_place(init)
+            else:
+                kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
     accelerator = complaints.noted(make_accelerator, settings, run_folder(out), model.device)
     complaints.check()
     assert documents is not None and accelerator is not None
