@@ -13,6 +13,8 @@ import pytest
 from random_schemas import SchemaMaker, check_schema, is_prefix, suite_schemas
 from serving_client import Client
 
+SUITE = os.environ.get("JSON_SCHEMA_SUITE")
+
 
 @pytest.mark.parametrize(
     "text", ["", "{", '{"a', '{"a"', '{"a": ', "[1, ", "[1, -", "tr", '"\\u00', "1.", "1e", "[[], {"]
@@ -43,10 +45,12 @@ def test_two_thousand_random_schemas(shared_client: Client) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif("JSON_SCHEMA_SUITE" not in os.environ, reason="JSON_SCHEMA_SUITE names the official test suite")
+@pytest.mark.skipif(SUITE is None, reason="JSON_SCHEMA_SUITE names the official test suite")
 @pytest.mark.parametrize("strict", [False, True])
-def test_the_official_suite(shared_client: Client, strict: bool) -> None:
-    schemas = list(suite_schemas(Path(os.environ["JSON_SCHEMA_SUITE"])))
+@pytest.mark.parametrize("draft", ["draft4", "draft6", "draft7", "draft2019-09", "draft2020-12"])
+def test_the_official_suite(shared_client: Client, draft: str, strict: bool) -> None:
+    assert SUITE is not None
+    schemas = list(suite_schemas(Path(SUITE, draft)))
     statuses = Counter(check_schema(shared_client, schema, strict) for schema in schemas)
-    print(len(schemas), dict(statuses))
+    print(draft, strict, len(schemas), dict(statuses))
     assert statuses[200] > len(schemas) / 3
