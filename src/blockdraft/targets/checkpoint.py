@@ -276,7 +276,7 @@ def end_tokens(generation_config: Any, config: AnyConfig, tokenizer: Any) -> fro
     for source in (generation_config, config, tokenizer):
         value = getattr(source, "eos_token_id", None)
         ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
-    size: int = config.get_text_config().vocab_size
+    size: int = getattr(config.get_text_config(), "vocab_size", 2**31)  # not every configuration has one
     known = frozenset(token for token in ids if 0 <= token < size)
     if known != ids:
         log.warning("The end tokens %s are no tokens of the model, 0 to %d; ignored.", sorted(ids - known), size - 1)
