@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 # From the ground up. A module may import its own package and lower groups.
 LAYERS = [
     {"errors", "machine", "plugins", "timing"},
+    {"text_files"},
     {"settings", "folders", "chat_text"},
     {"types", "models"},
     {"decode", "nn"},

@@ -1,7 +1,14 @@
-"""Faults that users of other projects have reported, tried on this one. Each test names its reports."""
+"""Faults that users of other projects have reported, tried on this one. Tests name the reports.
+
+More of them are tested where their code is: requests in `serving/test_reported_requests.py`, byte order marks and
+pointers of Git LFS in `test_text_files.py`, texts in TOML in `test_settings.py`, damaged GGUF files in
+`targets/test_gguf.py`, orders of draft vocabularies in `drafters/eagle3` and `formats/test_speculators.py`.
+"""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +23,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target, load_target_text
-from blockdraft.types import SamplingParams
+from blockdraft.types import Grammar, SamplingParams
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -156,3 +163,50 @@ def test_objects_of_different_keys_in_data(tmp_path: Path) -> None:
     records = [record for _, record in read_records([str(tmp_path / "a.jsonl")], RecordSettings())]
     found = [record.messages[-1]["tool_calls"][0]["function"]["arguments"] for record in records if record != ""]  # type: ignore[union-attr]
     assert found == calls
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"content": "hi"}], r"messages\.0\.role is missing"),
+        ([{"role": "user"}], r"messages\.0\.content is missing; a message of role user needs one"),
+        ([{"role": "system", "content": "a"}, {"role": "system"}, CHAT[0]], r"messages\.1\.content is missing"),
+        ([CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, CHAT[0]], "not a JSON object; give one"),
+        ([CHAT[0], {"role": "assistant", "content": "", "tool_calls": ["f"]}, CHAT[0]], "not a list of calls"),
+        ([CHAT[0], {"role": "assistant", "content": "", "tool_calls": 5}, CHAT[0]], "not a list of calls"),
+        ([{"role": None, "content": "x"}], r"messages\.0\.role is missing"),
+        ([CHAT[0], "hi"], "is a dict of role and content|give an object"),
+    ],
+)
+def test_malformed_messages_in_python_are_named(target: Target, chat: Any, message: str) -> None:
+    with Engine(target) as engine, pytest.raises(UsageError, match=message):
+        engine.generate([chat], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("ends", [[2, -1], [2, 10**6], [2, 4294967295]])
+def test_impossible_end_tokens_are_ignored(
+    tmp_path: Path, tiny_target_dir: Path, caplog: pytest.LogCaptureFixture, ends: list[int]
+) -> None:
+    """Some conversions write -1 for a missing end token."""
+    shutil.copytree(tiny_target_dir, tmp_path / "target")
+    for name in ("generation_config.json", "config.json"):
+        file = tmp_path / "target" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": ends}))
+    loaded = load_target(tmp_path / "target")
+    assert loaded.eos_token_ids == {2} and caplog.text.count(f"[{ends[1]}] are no tokens of the model") == 1
+    with Engine(loaded) as engine:
+        params = SamplingParams(max_new_tokens=12, grammar=Grammar("json_schema", '{"enum": ["yes", "no"]}'))
+        assert engine.generate(["Hello"], params)[0].text in ('"yes"', '"no"')
+
+
+def test_help_texts_without_docstrings() -> None:
+    """`python -OO` removes docstrings, from which the commands take their help."""
+    for words in (["--help"], ["generate", "--help"]):
+        texts = [
+            subprocess.run([sys.executable, *flags, "-m", "blockdraft", *words], capture_output=True).stdout
+            for flags in ([], ["-OO"])
+        ]
+        assert texts[0] == texts[1] and len(texts[0]) > 500

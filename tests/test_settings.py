@@ -1,5 +1,6 @@
 """Settings from files, flags and Python, on recipes of training."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -174,3 +175,18 @@ def test_a_number_alone_is_a_count_and_with_a_comma_a_list() -> None:
     with pytest.raises(UsageError, match="layers must be at least 1 or a list, got '0'"):
         from_text(Flagged, "layers", "0")
     assert [as_text(value) for value in (5, (5,), (5, 6), {"decay": 0.5})] == ["5", "5,", "5,6", "decay=0.5"]
+
+
+@settings
+class Texts:
+    text: str = ""
+    table: Mapping[str, str] = Field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb", "\x00\x1b\x7f\t", 'quote " and \\\\ backslash', "\u2028\x85", "\U0001f600", "\\u0041"]
+)
+def test_any_text_is_read_again_from_toml(tmp_path: Path, text: str) -> None:
+    made = Texts(text, {text: text, "a b": "c"})
+    (tmp_path / "a.toml").write_text(as_toml(made), encoding="utf-8", newline="")
+    assert read_settings(Texts, tmp_path / "a.toml") == made

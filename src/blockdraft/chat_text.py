@@ -53,6 +53,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template: str | None = None,
+    text_arguments: bool = False,
     **variables: Any,
 ) -> str:
     """Return the text of a chat, in which `SHIELD` breaks the special tokens that messages spell.
@@ -66,15 +67,17 @@ def render_chat(
         continue_final_message: Whether the text ends inside of the last message, so that the model continues it. Then
             `add_generation_prompt` must be False.
         chat_template: Template; None is that of the tokenizer.
+        text_arguments: Whether arguments of tool calls that are not a JSON object are given to the template as text.
+            Otherwise they are refused.
         variables: More variables of the template, such as `enable_thinking`.
 
     Raises:
-        UsageError: There is no template, or it refuses the chat.
+        UsageError: There is no template, a message is malformed, or the template refuses the chat.
     """
     if chat_template is None and tokenizer.chat_template is None:
         raise UsageError("The target has no chat template; send the prompt as text, or add --chat-template FILE.")
     specials = _special_tokens(tokenizer)
-    prepared = _prepare(messages)
+    prepared = _prepare(messages, text_arguments)
     if harmony_ids(tokenizer):
         prepared = [_as_harmony(message) for message in prepared]
     try:
@@ -127,13 +130,15 @@ def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[
     return ids, [(starts[start], starts[stop]) for start, stop in encoded.offsets]
 
 
-def _prepare(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them."""
+def _prepare(messages: Sequence[Mapping[str, Any]], text_arguments: bool) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them, or raise a UsageError if one is malformed."""
     prepared = list[dict[str, Any]]()
-    for message in messages:
+    for number, message in enumerate(messages):
+        _check_message(f"messages.{number}", message)
         message = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
         if message.get("tool_calls"):
-            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+            place = f"messages.{number}.tool_calls"
+            message["tool_calls"] = [_with_object(place, call, text_arguments) for call in message["tool_calls"]]
         last = prepared[-1] if prepared else {}
         leading = len(prepared) == 1 and last["role"] == message["role"] == "system"
         if leading and isinstance(last["content"], str) and isinstance(message["content"], str):
@@ -141,6 +146,21 @@ def _prepare(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else:
             prepared.append(message)
     return prepared
+
+
+def _check_message(place: str, message: Any) -> None:
+    """Raise a UsageError if a message lacks a field that every chat template reads."""
+    if not isinstance(message, Mapping):
+        raise UsageError(
+            f'{place} is a {type(message).__name__}; give an object such as {{"role": ..., "content": ...}}.'
+        )
+    if not isinstance(role := message.get("role"), str):
+        raise UsageError(f'{place}.role is missing; give one, such as "user".')
+    if message.get("content") is None and role not in ("assistant", "tool"):
+        raise UsageError(f"{place}.content is missing; a message of role {role} needs one.")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+        raise UsageError(f"{place}.tool_calls is not a list of calls; give each as an object with function.")
 
 
 def harmony_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -168,12 +188,19 @@ def _as_harmony(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content} | ({"thinking": thinking} if thinking else {})
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object instead of a JSON text."""
+def _with_object(place: str, call: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object instead of a JSON text. Arguments are those of `render_chat`."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
-    arguments = json.loads(function["arguments"] or "{}")
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        if text_arguments:
+            return dict(call)
+        raise UsageError(f"{place} holds arguments that are not a JSON object; give one, as an object or as text.")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

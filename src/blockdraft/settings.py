@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
+import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
 from blockdraft.errors import UsageError
+from blockdraft.text_files import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -238,7 +241,7 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
     values: dict[str, Any] = {}
     if file is not None:
         try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            values = tomllib.loads(read_text(file))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"{file} cannot be read ({error}).") from error
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -302,14 +305,17 @@ def as_toml(values: Any, described: bool = False) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are among JSON's
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(key)} = {_toml(entry)}" for key, entry in value.items()) + " }"
     return repr(value)

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
+from pyarrow import parquet as pq
 
+from blockdraft.data.chats import response_indices
 from blockdraft.data.records import Chat, check_sources, parse_for_continuation, parse_record, pieces_of, read_records
 from blockdraft.data.settings import RecordSettings
 
@@ -74,6 +77,93 @@ def test_accepted_forms(raw: dict[str, Any], record: object) -> None:
 def test_forms_of_tool_calls(calls: dict[str, Any], tools: object) -> None:
     raw = {"messages": [MESSAGES[0], {"role": "assistant", **calls}], "tools": tools}
     assert parse_record(raw, PLAIN) == CALLS
+
+
+SYSTEM = {"role": "system", "content": "Answer in French."}
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": MESSAGES},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"prompt": "q", "response": "a"},
+        {"messages": [SYSTEM, *MESSAGES]},
+    ],
+)
+def test_a_system_message_in_a_field_of_its_own(raw: dict[str, Any], name: str) -> None:
+    assert parse_record(raw | {name: SYSTEM["content"]}, PLAIN) == Chat([SYSTEM, *MESSAGES])
+    assert parse_record({"turns": ["q"], name: SYSTEM["content"]}, PLAIN).messages[0] == SYSTEM  # type: ignore[union-attr]
+    named = {"question": "q", "answer": "a", name: SYSTEM["content"]}
+    settings = RecordSettings(prompt_field="question", response_field="answer")
+    assert parse_record(named, settings) == Chat([SYSTEM, *MESSAGES])
+
+
+@pytest.mark.parametrize("arguments", [CALL["arguments"], json.dumps(CALL["arguments"])])
+def test_former_names_of_tools_and_calls(arguments: Any) -> None:
+    """OpenAI's `functions` and `function_call`: the call must not vanish."""
+    call = {"role": "assistant", "content": None, "function_call": CALL | {"arguments": arguments}}
+    assert parse_record({"messages": [MESSAGES[0], call], "functions": [TOOL["function"]]}, PLAIN) == CALLS
+
+
+@pytest.mark.parametrize("name", ["weight", "loss", "loss_mask", "train", "training"])
+def test_turns_that_are_not_learned(name: str) -> None:
+    for value, learned in ((0, []), (False, []), (1, [1]), (True, [1]), (1.0, [1])):
+        chat = parse_record({"messages": [MESSAGES[0], MESSAGES[1] | {name: value}]}, PLAIN)
+        assert response_indices(chat.messages) == learned, (name, value)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=f'"{name}" of a message must be 0, 1, false or true, got 0.5'):
+        parse_record({"messages": [MESSAGES[0], MESSAGES[1] | {name: 0.5}]}, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"messages": [SYSTEM, *MESSAGES], "system": "Be brief."}, "beside a system message"),
+        ({"text": "t", "system": "s"}, "field 'system', which changes what the response means"),
+        ({"messages": MESSAGES, "images": ["a.png"]}, "field 'images'"),
+        ({"messages": [MESSAGES[0] | {"images": ["a.png"]}, MESSAGES[1]]}, "field 'images'"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}, "field 'chat_template_kwargs'"),
+        ({"prompt": "q", "response": "a", "history": [["x", "y"]]}, "field 'history'"),
+        ({"prompt": "q", "response": "a", "input": "z"}, "field 'input'"),
+        ({"messages": MESSAGES, "label": False}, '"label" is false'),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"train_detail": [{"begin_offset": 0}]}]}, "field 'train_detail'"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"train": True, "loss": 0}]}, "contradict each other"),
+        ({"prompt": "q", "system": ["s"]}, '"system" must be a text'),
+    ],
+)
+def test_fields_that_change_the_meaning_are_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_record(raw, PLAIN)
+
+
+def test_other_fields_are_listed_once(caplog: pytest.LogCaptureFixture) -> None:
+    raw = {"messages": MESSAGES, "identifier": 3, "source": "here", "images": [], "system": ""}
+    assert [parse_record(raw, PLAIN) for _ in range(3)] == [CHAT] * 3
+    assert caplog.text.count("Ignored fields of records: identifier, images, source.") == 1
+
+
+@pytest.mark.parametrize("name", ["a[1] b", "ü#%20 x", "q?*", "a::b", "[!a]", "{a}"])
+def test_names_that_look_like_patterns(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    (folder / "t").mkdir(parents=True)
+    (folder / "p").mkdir()
+    row = {"prompt": "q", "response": "a"}
+    (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    with gzip.open(folder / f"{name}.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row) + "\n")
+    (folder / "t" / f"{name}.txt").write_text("q")
+    for place in (folder / f"{name}.parquet", folder / "p" / f"{name}.parquet"):
+        pq.write_table(pa.table({key: [value] for key, value in row.items()}), place)
+    for source in (f"{name}.jsonl", f"{name}.jsonl.gz", f"{name}.parquet", "t", "p"):
+        records = [record for _, record in read_records([str(folder / source)], PLAIN)]
+        assert records == (["q"] if source == "t" else [CHAT]), source
+
+
+def test_a_pointer_in_place_of_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl is a pointer of Git LFS"):
+        list(read_records([str(tmp_path / "a.jsonl")], PLAIN))
 
 
 def test_named_fields() -> None:

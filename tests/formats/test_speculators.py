@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.drafters.dspark.network import DSparkConfig
+from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.speculators import config_dict, parse_config, read_checkpoint, write_checkpoint
@@ -51,6 +52,22 @@ def changed(**changes: Any) -> dict[str, Any]:
     layers = {**raw["transformer_layer_config"], **changes.pop("layers", {})}
     raw = {**raw, "transformer_layer_config": {k: v for k, v in layers.items() if v is not None}, **changes}
     return {key: value for key, value in raw.items() if value is not None}
+
+
+def test_draft_vocabularies_by_frequency(tmp_path: Path) -> None:
+    """Some programs write the most frequent token first."""
+    write(tmp_path, kept=KEPT)
+    file, order = tmp_path / "model.safetensors", torch.tensor([3, 0, 4, 1, 2])
+    _, _, expected = read_checkpoint(tmp_path, 8)
+    tensors = load_file(file)
+    tensors |= {"d2t": KEPT[order] - torch.arange(5), "lm_head.weight": tensors["lm_head.weight"][order]}
+    save_file(tensors, file)
+    _, _, actual = read_checkpoint(tmp_path, 8)
+    assert actual.kept is not None and actual.kept.tolist() == KEPT.tolist()
+    assert actual.head is not None and expected.head is not None and torch.equal(actual.head, expected.head)
+    save_file(tensors | {"d2t": torch.tensor([0, 2, 2, 6, 57])}, file)
+    with pytest.raises(UsageError, match="offsets to the tokens that t2d marks"):
+        read_checkpoint(tmp_path, 8)
 
 
 WRITTEN = [

@@ -298,7 +298,6 @@ def test_items_become_messages(script: Script) -> None:
         ({"input": [{"type": "custom_tool_call", "name": "f"}]}, "input.0"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]}, "input.0.arguments"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
         ({"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
         ({"temperature": -1}, "temperature"),

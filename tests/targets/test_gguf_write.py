@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from gguf_models import MODELS, SMALL, model_of, scores
 from gguf_writer import write_gguf
 from thinned import thinned
@@ -102,3 +104,37 @@ def test_numbers_that_differ_by_float32_alone(tmp_path: Path) -> None:
     """A folder that transformers has made of a file has such."""
     path = write(tmp_path, "llama", rms_norm_eps=9.999999747378752e-06)
     assert load_target(path, device="cpu", compile="off") is not None
+
+
+def test_other_spellings_of_the_suffix_and_broken_texts(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    expected = load_target(path)
+    name = b"general.name" + bytes(4 + 8)  # then its type and length
+    data = bytearray(path.read_bytes())
+    data[data.index(b"general.name") + len(name)] = 0xFF
+    for spelled, content in (("M.GGUF", path.read_bytes()), ("n.Gguf", bytes(data))):
+        (tmp_path / spelled).write_bytes(content)
+        loaded = load_target(tmp_path / spelled)
+        assert loaded.architecture == expected.architecture and loaded.backend == expected.backend
+    assert open_gguf(tmp_path / "n.Gguf").metadata["general.name"] == "\ufffdiny"
+
+
+def test_parts_in_capitals_are_found(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    reader = GGUFReader(path)
+    writer = GGUFWriter(tmp_path / "parts.gguf", "llama", split_max_tensors=4)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            value, kind = field.contents(), field.types[0]
+            more = (field.types[-1],) if kind == GGUFValueType.ARRAY else ()
+            writer.add_key_value(field.name, value, kind, *more)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for part in tmp_path.glob("parts-*.gguf"):
+        part.rename(part.with_suffix(".GGUF"))
+    first = min(tmp_path.glob("parts-*.GGUF"))
+    assert set(open_gguf(first).tensors) == set(open_gguf(path).tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gguf import GGML_QUANT_SIZES
 
 from blockdraft.errors import UsageError
 from blockdraft.models import known
@@ -12,7 +13,7 @@ from blockdraft_radar.devices import find, machine_of
 from blockdraft_radar.drafting import TASKS, expected, tau_of
 from blockdraft_radar.project import batch_for, project
 from blockdraft_radar.shape import known_shapes, kv_cache_bytes, read_shape
-from blockdraft_radar.step import constants
+from blockdraft_radar.step import BITS, constants
 
 H100 = machine_of(find("H100 SXM"))
 B200 = machine_of(find("B200 SXM"))
@@ -154,6 +155,19 @@ def test_context_of_one_token_drafts_nothing() -> None:
 def test_bad_input(options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         project(QWEN, H100, **options)  # type: ignore[arg-type]
+
+
+def test_every_type_of_weights_in_gguf_files_has_bytes() -> None:
+    for kind, (values, size) in GGML_QUANT_SIZES.items():
+        if kind.name.startswith("I") and not kind.name.startswith("IQ"):  # integers
+            assert kind.name not in BITS
+        else:
+            assert BITS[kind.name] == pytest.approx(8 * size / values, rel=0.1), kind  # mixtures have other types too
+    assert BITS["F32"] == 32 and BITS["F16"] == BITS["BF16"] == 16 and BITS["Q4_K"] == 4.5
+    for name in ("F16", "f16", "BF16", "bf16", "q4_k_m", "IQ4_xs"):
+        assert project(QWEN, H100, weights=name).weights.lower() == name.lower()
+    slow = project(QWEN, H100, weights="F32").plain
+    assert slow == project(QWEN, H100, weights="fp32").plain != project(QWEN, H100, weights="F16").plain
 
 
 def test_invalid_machine() -> None:

@@ -6,7 +6,10 @@ flags with `settings.from_text`, and names the flag in errors.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
+import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -272,10 +275,21 @@ def add(
 ) -> None:
     """Add a command to `app`. Arguments as for `CommandSpec`; `name` is by default the function's."""
     # Typer keeps the line breaks of the source from the second paragraph on.
-    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    paragraphs = _docstring(command).split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     own = type(kind.__name__, (kind,), {"common": frozenset(common.split())})
     app.command(name, cls=own, rich_help_panel=panel, help=text)(with_options(command))
+
+
+def _docstring(command: Callable[..., None]) -> str:
+    """Return the docstring of a command. `python -OO` removes it, so it is then read from the source."""
+    if command.__doc__ is not None or sys.flags.optimize < 2:
+        return inspect.getdoc(command) or ""
+    try:
+        [function] = ast.parse(textwrap.dedent(inspect.getsource(command))).body
+    except (OSError, SyntaxError):  # there is no source
+        return ""
+    return (isinstance(function, ast.FunctionDef) and ast.get_docstring(function)) or ""
 
 
 class Commands(TyperGroup):

@@ -17,6 +17,7 @@ from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
 from blockdraft.plugins import DRAFTERS, entry_points, install_hint
 from blockdraft.settings import Flag, field_info, settings
+from blockdraft.text_files import read_text
 from blockdraft.timing import telling
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_LOAD_OPTIONS, Drafting, LoadOptions, SamplingParams
 
@@ -125,7 +126,7 @@ def read_template(path: Path) -> str:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise UsageError(f"{path} cannot be read ({reason}); --chat-template takes a file with a template.") from error

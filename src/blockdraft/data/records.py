@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import Complaints, UsageError
+from blockdraft.text_files import refuse_pointer
 
+log = logging.getLogger(__name__)
 Message: TypeAlias = dict[str, Any]
+PATTERN = re.compile(r"[\[\]*?]|::")  # what fsspec reads as a pattern or as a chain of files
+PARQUET_ROWS = 1000  # read at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,17 @@ ACCEPTED = (
     '{"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]}, {"prompt", "response"}, '
     '{"turns": ["prompt", ...]} or {"text"}'
 )
+
+# Fields of records that change what a response means and cannot be kept, each with the forms that it belongs to.
+PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+REFUSED = {
+    "chat": (*PICTURES, "chat_template_kwargs"),
+    "pair": (*PICTURES, "history", "instruction", "input", "context"),
+}
+SYSTEM = ("system", "system_prompt")
+# Fields of turns by which other programs say whether a response is learned.
+LEARNED = ("weight", "loss", "loss_mask", "train", "training")
+IN_PART = ("train_detail", "training_detail")  # only some spans of it
 
 END = object()
 
@@ -106,24 +126,71 @@ def parse_record(raw: Any, settings: RecordSettings) -> Record:
     present = {name: value for name, value in raw.items() if value is not None}
     if settings.text_field is not None:
         return _text(present, settings.text_field)
+    record, used, form = _parse_form(present, settings)
+    refuse_fields(present, (set(REFUSED[form]) if form in REFUSED else {*SYSTEM, *PICTURES}) - used)
+    if present.get("label") is False:
+        raise UsageError('"label" is false, which marks a response that must not be learned; leave the record out.')
+    _log_ignored(frozenset(present) - used)
+    return record
+
+
+def _parse_form(present: dict[str, Any], settings: RecordSettings) -> tuple[Record, set[str], str]:
+    """Return the record, the fields that it was made of, and its form."""
     prompt, response = settings.prompt_field or "prompt", settings.response_field or "response"
     if settings.prompt_field is None and settings.response_field is None:
         for name in ("messages", "conversations"):
             if name in present:
-                return _chat(name, present[name], present.get("tools"))
+                tools = "functions" if "functions" in present and not present.get("tools") else "tools"
+                chat = _chat(name, present[name], present.get(tools))
+                return _with_system(chat, present), {name, tools, *SYSTEM}, "chat"
         if "turns" in present:
             texts = [_text({"turns": text}, "turns") for text in _list("turns", present["turns"])]
-            return Chat([message for text in texts for message in _pair(text)])
+            chat = Chat([message for text in texts for message in _pair(text)])
+            return _with_system(chat, present), {"turns", *SYSTEM}, "pair"
         if "prompt" not in present and "text" in present:
-            return _text(present, "text")
+            return _text(present, "text"), {"text"}, "text"
     if prompt not in present:
         raise UsageError(
-            f"it has the fields {sorted(raw)} and none that is needed ({ACCEPTED}); name its fields by --text-field, "
-            f"or by --prompt-field and --response-field."
+            f"it has the fields {sorted(present)} and none that is needed ({ACCEPTED}); name its fields by "
+            f"--text-field, or by --prompt-field and --response-field."
         )
     if response not in present and (settings.response_field is not None or "completion" in present):
         raise UsageError(f"it has the fields {sorted(present)} and no {response!r}; name it by --response-field.")
-    return Chat(_pair(_text(present, prompt), _text(present, response) if response in present else None))
+    chat = Chat(_pair(_text(present, prompt), _text(present, response) if response in present else None))
+    return _with_system(chat, present), {prompt, response, *SYSTEM}, "pair"
+
+
+def refuse_fields(present: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise a UsageError if a record has one of these fields, unless it is empty."""
+    for name in sorted(names):
+        if present.get(name) not in (None, "", [], {}):
+            raise UsageError(
+                f"it has the field {name!r}, which changes what the response means and cannot be kept; put it into the "
+                f"messages, or leave the record out."
+            )
+
+
+@cache
+def _log_ignored(names: frozenset[str]) -> None:
+    if names:
+        log.warning("Ignored fields of records: %s.", ", ".join(sorted(names)))
+
+
+def _with_system(chat: Chat, present: Mapping[str, Any]) -> Chat:
+    """Return a chat that begins with the system message that a field of its own holds.
+
+    Raises:
+        UsageError: The field is no text, or the chat has another system message.
+    """
+    for name in SYSTEM:
+        if present.get(name) in (None, ""):
+            continue
+        text = _text(dict(present), name)
+        own = [message["content"] for message in chat.messages if message["role"] in ("system", "developer")]
+        if own and own != [text]:
+            raise UsageError(f'"{name}" is given beside a system message in the conversation; leave one of them out.')
+        return chat if own else Chat([{"role": "system", "content": text}, *chat.messages], chat.tools)
+    return chat
 
 
 def parse_for_continuation(raw: Any, settings: RecordSettings) -> Record:
@@ -198,13 +265,29 @@ def _message(name: str, index: int, raw: Any) -> Message:
         raise UsageError(f"the role of a message must be one of {', '.join(sorted(ROLES))}, got {role!r}.")
     if role == "function_call":
         present["tool_calls"], content = [_from_json("a function_call", content)], ""
+    elif "function_call" in present:  # OpenAI's former name of a single call
+        present["tool_calls"] = [_from_json("a function_call", present.pop("function_call"))]
+    refuse_fields(present, (*PICTURES, *IN_PART))
+    learned = {_is_learned(key, present.pop(key)) for key in LEARNED if key in present}
+    if len(learned) > 1:
+        raise UsageError(f"the fields {', '.join(LEARNED)} of a message contradict each other; give one of them.")
+    if learned == {False}:
+        present["weight"] = 0
     if "tool_calls" in present:
         calls = _list("tool_calls", present["tool_calls"])
         present["tool_calls"] = [_tool_call(call, f"call_{index}_{number}") for number, call in enumerate(calls)]
         content = "" if content is None else content
-    if "reasoning" in present:
-        present.setdefault("reasoning_content", present.pop("reasoning"))
+    for other in ("reasoning", "thinking"):
+        if other in present:
+            present.setdefault("reasoning_content", present.pop(other))
     return {"role": ROLES[role], "content": _content(content), **present}
+
+
+def _is_learned(name: str, value: Any) -> bool:
+    """Return whether a turn is learned, by a field such as `train` or `weight`."""
+    if value not in (0, 1):  # which equal False and True
+        raise UsageError(f'"{name}" of a message must be 0, 1, false or true, got {_short(value)}.')
+    return bool(value)
 
 
 def _content(content: Any) -> str:
@@ -283,6 +366,8 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
     kind = KINDS.get(path.suffix.lower())
     if not path.exists() and _names_file(source):
         raise UsageError(f"There is no {source}; give .jsonl, .json, .parquet or .txt files, or a dataset.")
+    if path.is_file():
+        refuse_pointer(path)
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{source} is empty; give another source.")
     if texts := _text_files(path):
@@ -291,19 +376,22 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
         raise UsageError(f"{source} is of no known kind; give .jsonl, .json, .parquet or .txt files, or a dataset.")
     try:
         import datasets  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
     except ImportError as error:
         raise UsageError("Reading data needs the package `datasets`; run pip install datasets.") from error
     if path.is_file() and kind == "json":
-        return _json_records(source)
+        return _json_records(LocalFileSystem(), str(path.resolve()))
+    if path.is_file():
+        return map(_without_nulls, _parquet_records(path))
+    if path.exists() and PATTERN.search(f"{path.resolve()}/{'/'.join(file.name for file in path.rglob('*'))}"):
+        return _plainly_named(path, settings)
     # No progress bars of its own and no warnings about the hub; errors say what is wrong.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
-        if path.is_file():
-            # Streaming avoids a copy in the cache of `datasets`, which would double the disk space.
-            dataset: Any = datasets.load_dataset(str(kind), data_files=str(path), split="train", streaming=True)
-        elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            dataset = datasets.load_from_disk(source)
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            dataset: Any = datasets.load_from_disk(source)
             dataset = dataset[settings.split] if isinstance(dataset, datasets.DatasetDict) else dataset
         else:
             # Records are read twice, so a whole dataset on the hub is better downloaded once.
@@ -312,25 +400,52 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
             if builder.__module__.endswith(".json") and settings.split in (builder.config.data_files or ()):
                 files = [str(file) for file in builder.config.data_files[settings.split]]
                 files = files if streaming else datasets.DownloadManager().download_and_extract(files)
-                return itertools.chain.from_iterable(map(_json_records, files))
+                return itertools.chain.from_iterable(_json_records(*url_to_fs(file)) for file in files)
             dataset = datasets.load_dataset(source, settings.subset, split=settings.split, streaming=streaming)
     except Exception as error:  # `datasets` raises many kinds
+        refuse_pointer(path)
         raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
     return map(_without_nulls, dataset)
 
 
-def _json_records(file: str) -> Iterator[Any]:
+def _parquet_records(file: Path) -> Iterator[dict[str, Any]]:
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    with parquet.ParquetFile(file) as opened:
+        for batch in opened.iter_batches(batch_size=PARQUET_ROWS):
+            yield from batch.to_pylist()
+
+
+def _plainly_named(folder: Path, settings: RecordSettings) -> Iterator[Any]:
+    """Yield the records of a folder through links whose names have no characters that fsspec reads as patterns."""
+    with TemporaryDirectory() as plain:
+        for number, file in enumerate(sorted(folder.rglob("*"))):
+            if file.is_file():
+                names = [PATTERN.sub("_", part) for part in file.relative_to(folder).parts]
+                place = Path(plain, *names)
+                place = place.with_name(f"{number}-{place.name}") if place.exists() else place
+                place.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    place.symlink_to(file.resolve())
+                except OSError:  # Windows allows links to some users only
+                    shutil.copy(file, place)
+        yield from _open(plain, settings)
+
+
+def _json_records(files: Any, file: str) -> Iterator[Any]:
     """Yield the values of a JSON-lines file, or of a JSON array. A line that is no JSON is yielded as a UsageError.
 
     `datasets` would add the missing fields of nested objects as nulls, and turn texts such as dates into other types.
+
+    Args:
+        files: Filesystem of fsspec, which holds the file. Unlike `fsspec.open`, it reads no pattern in the name.
     """
-    import fsspec  # type: ignore[import-untyped]
 
     def values(text: bytes) -> list[Any]:
         value = json.loads(text)
         return value if isinstance(value, list) else [value]
 
-    with fsspec.open(file, "rb", compression="infer") as opened:
+    with files.open(file, "rb", compression="infer") as opened:
         first = opened.readline().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
         lines: Iterable[bytes] = itertools.chain([first], opened)
         try:

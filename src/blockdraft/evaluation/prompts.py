@@ -90,6 +90,8 @@ def _prompt(line: str) -> str:
         ) from error
     if not isinstance(record, dict) or ("turns" in record) == ("prompt" in record):
         raise UsageError('an object with either "turns" or "prompt" is needed.')
+    if record.get("system"):
+        raise UsageError('"system" is given, and prompts are a user\'s first message alone; leave it out.')
     if "turns" in record and not (isinstance(record["turns"], list) and record["turns"]):
         raise UsageError('"turns" must be a list of texts that is not empty.')
     text = record["turns"][0] if "turns" in record else record["prompt"]

@@ -21,6 +21,7 @@ from blockdraft.formats.stored import Stored, check_floats, open_tensors, stored
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import MAPS
 from blockdraft.nn.draft_config import need
+from blockdraft.text_files import read_json, refuse_pointer
 
 PICKLED = "pytorch_model.bin"
 
@@ -29,7 +30,11 @@ PICKLED = "pytorch_model.bin"
 def blaming(file: Path) -> Iterator[None]:
     """Turn errors inside the `with` block into a ValueError that names this file or folder."""
     try:
-        yield
+        try:
+            yield
+        except Exception:
+            refuse_pointer(file)
+            raise
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, SafetensorError) as error:
         raise UsageError(f"{file} cannot be read ({error}); give another one, or copy it again.") from error
     except ValueError as error:
@@ -41,10 +46,10 @@ def read_config(path: str | Path) -> Any:
     file = Path(path, "config.json")
     if Path(path).is_file():
         export = f" To convert a drafter from a GGUF file: blockdraft export {path} --target MODEL --out DIR."
-        gguf = export if Path(path).suffix == ".gguf" else ""
+        gguf = export if Path(path).suffix.lower() == ".gguf" else ""
         raise UsageError(f"{path} is a file; give a folder that holds config.json.{gguf}")
     with blaming(file):
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
 
 
 def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
@@ -181,6 +186,6 @@ def check_writable(path: str | Path) -> None:
 
 def _holds_drafter(path: Path) -> bool:
     try:
-        return layout_of(json.loads((path / "config.json").read_text(errors="ignore"))) is not None
+        return layout_of(json.loads((path / "config.json").read_text("utf-8-sig", "ignore"))) is not None
     except (OSError, json.JSONDecodeError):
         return False

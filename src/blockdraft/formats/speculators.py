@@ -159,6 +159,9 @@ def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConf
             rows = tensors[name]
             tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
         embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+        if kept is not None and reduced and head is not None:  # its rows may be in order of frequency
+            order = kept.argsort()
+            kept, head = kept[order], head[order]
     return config, tensors, Borrowed(embedding, head, kept if reduced else None)
 
 

@@ -16,21 +16,34 @@ MAPS = ("t2d", "d2t")
 def kept_tokens(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
     """Return the draft vocabulary as ids of the target, or None if both maps are missing.
 
+    Its order is that of the rows of the drafter's head, which some programs sort by frequency.
+
     Raises:
         UsageError: One map is missing, or they contradict each other.
     """
     if t2d is None or d2t is None:
         need(t2d is None and d2t is None, "one of t2d and d2t", None, "there where the other is")
         return None
+    ids = draft_tokens(d2t, len(t2d))
+    marked = t2d.nonzero().flatten()
+    need(torch.equal(ids.sort().values, marked), "d2t", d2t[:5].tolist(), "offsets to the tokens that t2d marks")
+    return ids
+
+
+def draft_tokens(d2t: Tensor, vocab_size: int) -> Tensor:
+    """Return the draft vocabulary of `d2t`, in any order. Raise a UsageError if ids are repeated or out of range."""
     need(d2t.ndim == 1, "the shape of d2t", tuple(d2t.shape), "of one dimension")
     ids = d2t.long() + torch.arange(len(d2t))
-    marked = t2d.nonzero().flatten()
-    need(torch.equal(ids, marked), "d2t", d2t[:5].tolist(), "offsets to the tokens that t2d marks, in ascending order")
+    outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
+    need(not outside, "d2t", d2t[:5].tolist(), f"offsets to tokens below {vocab_size}; it leads to {outside[:1]}")
+    values, counts = ids.unique(return_counts=True)
+    twice = values[counts > 1].tolist()
+    need(not twice, "d2t", d2t[:5].tolist(), f"offsets to different tokens; it leads to {twice[:1]} more than once")
     return ids
 
 
 def vocabulary_maps(kept: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Return `t2d` and `d2t` for these tokens. Raise a UsageError if they are not in ascending order."""
+    """Return `t2d` and `d2t` for these tokens. Raise a UsageError if some are repeated."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
     maps = {"t2d": t2d, "d2t": kept - torch.arange(len(kept))}
     kept_tokens(**maps)

@@ -39,11 +39,12 @@ from blockdraft.serving.schemas import (
     format_grammar,
     function_tool,
     join_text,
+    parse_arguments,
     template_variables,
     tool_call,
 )
 from blockdraft.serving.service import Service
-from blockdraft.serving.streaming import NamedEventsResponse, respond, until_disconnect
+from blockdraft.serving.streaming import NamedEventsResponse, data, respond, until_disconnect
 
 # The first line of Claude Code's instructions differs in each request and would defeat the prefix cache.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
@@ -77,7 +78,7 @@ class Block(Part):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | str | None = None  # a text if a limit of tokens cut it
     tool_use_id: str | None = None
     content: str | Listed[Block] | None = None
     is_error: bool | None = None
@@ -126,7 +127,8 @@ def _assistant_message(place: str, blocks: Sequence[Block]) -> dict[str, Any]:
         if block.type == "tool_use":
             if block.id is None or block.name is None:
                 raise UsageError(f"{place} holds a tool_use without id or name; give both.")
-            calls.append(tool_call(block.id, block.name, block.input or {}))
+            arguments = parse_arguments(block.input) if isinstance(block.input, str) else block.input or {}
+            calls.append(tool_call(block.id, block.name, arguments))
     if calls:
         message["tool_calls"] = calls
     return message
@@ -152,7 +154,9 @@ class AnthropicToolChoice(Schema):
 
     def to_choice(self) -> ToolChoice:
         if self.type == "tool":
-            return ToolChoice("required", self.name or "")
+            if not self.name:
+                raise UsageError("tool_choice.name is missing; name one of the tools.")
+            return ToolChoice("required", self.name)
         return ToolChoice("required" if self.type == "any" else self.type)
 
 
@@ -162,7 +166,7 @@ class Thinking(Schema):
 
 class AnthropicFormat(Schema):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
 class OutputConfig(Schema):
@@ -240,6 +244,7 @@ class MessagesRequest(CountRequest, GenerationSchema):
             self.to_chat(self.tool_choice),
             replace(params, stop=(*params.stop, *(self.stop_sequences or ()))),
             max_tokens=self.max_tokens,
+            strict_schema=True,  # as in Anthropic's API
             speculation=self.speculation,
         )
 
@@ -247,7 +252,7 @@ class MessagesRequest(CountRequest, GenerationSchema):
 class MessagesResponse(NamedEventsResponse):
     """A message and its content blocks so far."""
 
-    keep_alive = f"event: ping\ndata: {json.dumps(PING)}\n\n"
+    keep_alive = f"event: ping\n{data(PING)}"
 
     def __init__(self, service: Service, model: str, request: GenerationRequest) -> None:
         self._id, self._model = f"msg_{uuid.uuid4().hex}", model

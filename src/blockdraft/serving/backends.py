@@ -107,7 +107,7 @@ def public_name(path: Path | None, default: str) -> str:
         return f"bundled for {path.relative_to(TINY.parent).parts[0]}"
     if path.parent.name == "snapshots":  # in the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return path.stem if path.suffix == ".gguf" else path.name
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def weights_of(engine: Engine) -> tuple[int, int]:

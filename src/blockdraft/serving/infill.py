@@ -12,7 +12,7 @@ from starlette.responses import Response
 from blockdraft.engine import ExtraFile
 from blockdraft.serving.openai.choices import RESPONSES
 from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
-from blockdraft.serving.schemas import GenerationSchema, Listed, Schema
+from blockdraft.serving.schemas import GenerationSchema, Int, Listed, Schema
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import ApiResponse, respond
 
@@ -50,11 +50,11 @@ class InfillRequest(GenerationSchema):
     input_suffix: str
     input_extra: Listed[InputExtra] = Field(default_factory=list, description="Parts of other files, in order.")
     prompt: str = Field("", description="Text of the middle that is already there.")
-    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] = MAX_TOKENS
-    t_max_predict_ms: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+    n_predict: Annotated[Int, Field(ge=-1, lt=2**31)] = MAX_TOKENS
+    t_max_predict_ms: Annotated[Int, Field(ge=0, lt=2**31)] = Field(
         0, description="Milliseconds after which the infill ends, once it has a line end; 0 is no limit."
     )
-    n_indent: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+    n_indent: Annotated[Int, Field(ge=0, lt=2**31)] = Field(
         0, description="The infill ends before a line that is indented by fewer characters."
     )
     response_fields: Listed[str] = Field(default_factory=list)

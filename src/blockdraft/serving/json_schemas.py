@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from blockdraft.engine.json_schema import References, map_parts, walk
 from blockdraft.errors import UsageError
 
 Schema: TypeAlias = dict[str, Any]
@@ -37,7 +38,7 @@ def allowed_types(schema: Any, root: Schema, resolved: dict[str, Types] | None =
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in resolved:
             resolved[reference] = ALL_TYPES  # while it is resolved, so that recursion ends
-            resolved[reference] = allowed_types(_resolve(reference, root), root, resolved)
+            resolved[reference] = allowed_types(References(root).resolve(reference), root, resolved)
         types &= resolved[reference]
     return types
 
@@ -53,22 +54,16 @@ def types_of_value(value: Any) -> Types:
 
 def listed_values(schema: Any, root: Schema) -> list[Any] | None:
     """Return the values that a schema lists, or None if it lists none."""
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-        schema = _resolve(schema["$ref"], root)
+    seen, references = set[str](), References(root)
+    while isinstance(schema, dict) and isinstance(name := schema.get("$ref"), str) and name not in seen:
+        seen.add(name)
+        schema = references.resolve(name)
     return (_values(schema) or None) if isinstance(schema, dict) else None
 
 
 def _values(schema: Schema) -> list[Any] | None:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None
-
-
-def _resolve(reference: str, root: Schema) -> Any:
-    """Return the part of a schema to which a local reference points, or True, which allows any value."""
-    value: Any = root
-    for key in reference.split("/")[1:] if reference.startswith("#") else ("",):
-        value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
-    return True if value is None else value
 
 
 def tool_schemas(tools: Sequence[dict[str, Any]]) -> Tools:
@@ -96,22 +91,53 @@ def _check_schema(tool: str, schema: Any) -> dict[str, Any]:
         raise UsageError(
             f'tools holds parameters of {tool} that are not the JSON schema of an object; give one of type "object".'
         )
-    checked: dict[str, Any] = {key: value for key, value in schema.items() if value is not None}
-    properties, required = checked.get("properties", {}), checked.get("required", [])
-    if not isinstance(properties, dict):
-        raise UsageError(
-            f'tools holds parameters of {tool} whose "properties" are not an object; map names to schemas.'
-        )
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise UsageError(f'tools holds parameters of {tool} whose "required" is not a list of names; list the names.')
-    if properties or required:  # a null schema, and a required name without a schema, allow any value
-        schemas = {name: True if value is None else value for name, value in properties.items()}
-        checked["properties"] = schemas | {name: True for name in required if name not in schemas}
-    return checked
+    for path, part in walk(schema):
+        place = "".join(f" of {key}" for key in reversed(path))
+        properties, required = part.get("properties"), part.get("required")
+        if not isinstance(properties, dict | None):
+            raise UsageError(
+                f'tools holds parameters of {tool} whose "properties"{place} are not an object; map names to schemas.'
+            )
+        if required is not None and not _is_names(required):
+            raise UsageError(
+                f'tools holds parameters of {tool} whose "required"{place} is not a list of names; list the names.'
+            )
+    tidied: dict[str, Any] = _tidy(schema)
+    return tidied
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _tidy(schema: Any) -> Any:
+    """Return a schema as its author meant it.
+
+    Keywords that are null count as absent. A null schema, and a required name without a schema, allow any value.
+    """
+    if schema is None:
+        return True
+    if not isinstance(schema, dict):
+        return schema
+    tidied = {key: value for key, value in schema.items() if value is not None or key in ("const", "default")}
+    return _with_required(map_parts(tidied, _tidy))
+
+
+def _with_required(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object with a schema for each required name, unless it has one for all other names."""
+    properties, required = schema.get("properties", {}), schema.get("required")
+    is_open = schema.get("additionalProperties", False) is not False or schema.get("patternProperties")
+    if is_open or not isinstance(properties, dict) or not _is_names(required) or not required:
+        return schema
+    return {**schema, "properties": properties | {name: True for name in required if name not in properties}}
 
 
 # A schema with one of these keys says itself which properties it allows, or leaves it to its parts.
 OPEN_KEYS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
+# Keywords whose schemas are of values inside of the value, and those whose schemas are of the value itself.
+VALUE_KEYS = {"properties", "patternProperties", "additionalProperties", "items", "prefixItems", "additionalItems"}
+VALUE_KEYS |= {"$defs", "definitions"}
+OPTION_KEYS = {"anyOf", "oneOf", "allOf"}
 
 
 def close(schema: Any) -> Any:
@@ -121,31 +147,21 @@ def close(schema: Any) -> Any:
     adding them. Schemas that merge objects, by `allOf` or beside `$ref`, are returned as they are, since each part
     names some of the properties.
     """
-    return schema if _merges(schema) else _close(schema)
+    return schema if any(_merges(part) for _, part in walk(schema)) else _close(schema)
 
 
-def _merges(schema: Any) -> bool:
-    if isinstance(schema, list):
-        return any(map(_merges, schema))
-    if not isinstance(schema, dict):
-        return False
+def _merges(schema: Schema) -> bool:
     parts = schema.get("allOf")
     merged = isinstance(parts, list) and len(parts) + ("properties" in schema) > 1
-    return merged or {"$ref", "properties"} <= set(schema) or any(map(_merges, schema.values()))
+    return merged or {"$ref", "properties"} <= set(schema)
 
 
 def _close(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_close(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    result, named = dict(schema), isinstance(schema.get("properties"), dict)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), dict):
-            result[key] = {name: _close(part) for name, part in schema[key].items()}
-    for key in ("items", "prefixItems", "additionalProperties", *([] if named else ["anyOf", "oneOf", "allOf"])):
-        if key in schema:
-            result[key] = _close(schema[key])
-    if named and not any(schema.get(key) is not None for key in OPEN_KEYS):
-        result["additionalProperties"] = False
-    return result
+    named = isinstance(schema.get("properties"), dict)
+    keys = VALUE_KEYS if named else VALUE_KEYS | OPTION_KEYS
+    closed = {key: map_parts({key: value}, _close)[key] if key in keys else value for key, value in schema.items()}
+    if not named or any(schema.get(key) is not None for key in OPEN_KEYS):
+        return closed
+    return {**_with_required(closed), "additionalProperties": False}

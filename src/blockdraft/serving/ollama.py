@@ -21,16 +21,18 @@ from blockdraft.serving.openai.chat import ChatTool, template_tools
 from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Infill, Started, TextDelta, ToolCall
 from blockdraft.serving.schemas import (
     GenerationSchema,
+    Int,
     Listed,
     Schema,
     Stop,
     Stops,
     format_grammar,
+    parse_arguments,
     template_variables,
     tool_call,
 )
 from blockdraft.serving.service import Service
-from blockdraft.serving.streaming import ApiResponse, respond
+from blockdraft.serving.streaming import ApiResponse, json_line, respond
 
 VERSION = "0.12.0"  # of Ollama's API, which clients compare with what they need
 LATEST = ":latest"  # tag that clients add to names without one
@@ -137,7 +139,7 @@ def _time(moment: datetime | None = None) -> str:
 
 def _details(service: Service) -> dict[str, Any]:
     target = service.backends.usual.target
-    is_gguf = target.path is not None and target.path.suffix == ".gguf"
+    is_gguf = target.path is not None and target.path.suffix.lower() == ".gguf"
     billions = service.parameters / 1e9
     size = f"{billions:.1f}B" if billions >= 1 else f"{1000 * billions:.0f}M"
     family = service.family
@@ -179,12 +181,12 @@ class Options(Schema):
 
     model_config = ConfigDict(extra="allow")
 
-    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    num_predict: Annotated[Int, Field(ge=-2, lt=2**31)] | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stop: Stop | Stops | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -209,7 +211,7 @@ class OllamaSchema(Schema):
 
     def _request(self, service: Service, prompt: Chat | Infill | str) -> GenerationRequest:
         options, grammar = self.options, None
-        if self.format:
+        if self.format not in (None, ""):
             schema = None if isinstance(self.format, str) else self.format
             grammar = format_grammar("format", "json_object" if schema is None else "json_schema", schema)
         shared = Options.model_fields.keys() & GenerationSchema.model_fields.keys()
@@ -244,7 +246,7 @@ class GenerateRequest(OllamaSchema):
 
     def to_request(self, service: Service) -> GenerationRequest:
         if self.suffix:
-            if self.system or self.format:
+            if self.system or self.format not in (None, ""):
                 raise UsageError("suffix excludes system and format; leave them out.")
             return self._request(service, Infill(prefix=self.prompt, suffix=self.suffix))
         tokenizer = service.backends.usual.target.tokenizer
@@ -259,7 +261,11 @@ class GenerateRequest(OllamaSchema):
 
 class OllamaFunction(Schema):
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
+
+    @property
+    def parsed(self) -> dict[str, Any] | str:
+        return parse_arguments(self.arguments) if isinstance(self.arguments, str) else self.arguments
 
 
 class OllamaToolCall(Schema):
@@ -290,7 +296,7 @@ class OllamaChatRequest(OllamaSchema):
                 entry["name"] = message.tool_name
             if message.tool_calls:
                 entry["tool_calls"] = [
-                    tool_call(f"call_{number}_{index}", call.function.name, call.function.arguments)
+                    tool_call(f"call_{number}_{index}", call.function.name, call.function.parsed)
                     for index, call in enumerate(message.tool_calls)
                 ]
             messages.append(entry)
@@ -344,7 +350,7 @@ class OllamaResponse(ApiResponse):
         return ({"error": error.message},)
 
     def frame(self, value: dict[str, Any]) -> str:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
+        return json_line(value) + "\n"
 
     def _line(self, content: dict[str, Any]) -> dict[str, Any]:
         return {"model": self._model, "created_at": _time(), **content, "done": False}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_rendered, render_chat
 from blockdraft.engine import Engine, infill_params, infill_prompt
+from blockdraft.engine.grammar import relax
 from blockdraft.engine.prefix_store import common_length
 from blockdraft.engine.text import encode_prediction, encode_text
 from blockdraft.errors import UsageError
@@ -21,12 +25,19 @@ from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.tool_calls import HarmonyParser, OutputParser, grammar_of, parser_of
 from blockdraft.serving.tool_calls.formats import THINK, THINK_END
 from blockdraft.targets import Target, without_tokenizer
-from blockdraft.types import SamplingParams
+from blockdraft.types import Grammar, SamplingParams
 
+log = logging.getLogger(__name__)
 OTHER_MESSAGE = "\ue000"  # a character that no message begins with
 INFILL_TOKENS = 256  # room for an infill whose request names no `max_tokens`
 RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "messages"}
-RESERVED |= {"add_generation_prompt", "continue_final_message", "return_tensors", "return_assistant_tokens_mask"}
+RESERVED |= {
+    "text_arguments",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,7 @@ class Choice:
         parser: Parses the output of a chat, or ends an infill early; None for plain text.
         clipped: Whether the context shortened the requested `max_tokens`.
         instruction_tokens: Leading tokens of the prompt that are system messages and tools of a chat.
+        warnings: Parts of the request that are left out.
     """
 
     prompt: list[int]
@@ -44,6 +56,7 @@ class Choice:
     parser: OutputParser | HarmonyParser | InfillLimits | None
     clipped: bool
     instruction_tokens: int = 0
+    warnings: Sequence[str] = ()
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -58,9 +71,15 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     Raises:
         UsageError, ApiError: The request cannot be served.
     """
-    prompt, params, text, content, instructions = request.prompt, request.params, "", None, 0
+    prompt, text, content, instructions, warnings = request.prompt, "", None, 0, list[str]()
+    params = request.params if request.strict_schema else relax_schema(request.params, warnings)
     if isinstance(prompt, Chat):
         text = render(engine.target, prompt)
+        warnings += [
+            f"messages: the arguments of an earlier call of {name[:80]} are not a JSON object; the model reads them as "
+            f"they are, or none if its chat template needs an object."
+            for name in _text_calls(prompt.messages)
+        ]
         ids = encode_rendered(tokenizer_of(engine.target), text)
         if 0 < engine.stored_prefix_tokens < len(ids):
             instructions = count_instructions(engine.target, prompt, ids)
@@ -68,7 +87,7 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
             last = prompt.messages[-1]["content"]
             text = THINK if last.rfind(THINK) > last.rfind(THINK_END) else THINK_END
         content = params.grammar
-        params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, content))
+        params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, content, warnings))
     elif isinstance(prompt, Infill):
         room = context_of(engine) - min(request.max_tokens or INFILL_TOKENS, context_of(engine) // 2)
         ids = infill_prompt(
@@ -84,6 +103,8 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
         ids = encode_plain(engine.target, prompt, request.add_special_tokens)
     else:
         ids = prompt
+    for warning in warnings:
+        log.warning("%s", warning)
     limit, clipped = _token_limit(request, settings, context_of(engine), len(ids))
     # Encoded once for all choices.
     params = replace(
@@ -97,8 +118,27 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
             parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         elif isinstance(prompt, Infill):
             parser = InfillLimits(prompt.max_seconds, prompt.min_indent)
-        choices.append(Choice(ids, replace(params, seed=seed), parser, clipped, instructions))
+        choices.append(Choice(ids, replace(params, seed=seed), parser, clipped, instructions, warnings))
     return choices
+
+
+def relax_schema(params: SamplingParams, warnings: list[str]) -> SamplingParams:
+    """Return parameters whose output schema has only keywords that a grammar expresses.
+
+    Args:
+        warnings: Receives a line for each keyword that is left out.
+
+    Raises:
+        UsageError: The schema is wrong.
+    """
+    if params.grammar is None or params.grammar.kind != "json_schema":
+        return params
+    try:
+        text, left_out = relax(params.grammar.text)
+    except ValueError as error:
+        raise UsageError(f"The grammar of kind json_schema is refused: {error}.") from error
+    warnings += [f"The output's schema: {keyword} is not enforced." for keyword in left_out]
+    return replace(params, grammar=Grammar("json_schema", text)) if left_out else params
 
 
 def count_instructions(target: Target, chat: Chat, ids: list[int]) -> int:
@@ -144,14 +184,42 @@ def render(target: Target, chat: Chat) -> str:
     if reserved := RESERVED & set(chat.template):
         raise UsageError(f"chat_template_kwargs names {sorted(reserved)}, which the server sets; leave them out.")
     continues = _continues(chat)
-    return render_chat(
-        tokenizer,
-        chat.messages,
-        chat.tools,
-        add_generation_prompt=not continues and chat.add_generation_prompt is not False,
-        continue_final_message=continues,
-        **chat.template,
-    )
+
+    def rendered(messages: Sequence[dict[str, Any]]) -> str:
+        return render_chat(
+            tokenizer,
+            messages,
+            chat.tools,
+            add_generation_prompt=not continues and chat.add_generation_prompt is not False,
+            continue_final_message=continues,
+            text_arguments=True,
+            **chat.template,
+        )
+
+    try:
+        return rendered(chat.messages)
+    except UsageError:
+        if not _text_calls(chat.messages):
+            raise
+    return rendered([_without_text_arguments(message) for message in chat.messages])
+
+
+def _text_calls(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of earlier tool calls whose arguments are a text, since a limit of tokens cut them."""
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    return [function["name"] for function in functions if isinstance(function["arguments"], str)]
+
+
+def _without_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have no arguments where these are a text."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = {} if isinstance(function["arguments"], str) else function["arguments"]
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _continues(chat: Chat) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +30,8 @@ class Chat:
 
     Attributes:
         messages: Messages as chat templates take them: `role`, `content` (a string) and optionally `tool_calls`
-            (`{"id", "type": "function", "function": {"name", "arguments"}}`, the arguments a dict) or `tool_call_id`.
+            (`{"id", "type": "function", "function": {"name", "arguments"}}`, the arguments a dict, or a text that is no
+            JSON object) or `tool_call_id`.
         tools: OpenAI's function tools, `{"type": "function", "function": {"name", "description", "parameters"}}`.
         template: More variables of the chat template, such as `enable_thinking`.
         continue_final_message: Whether the response continues the last message; by default it does if that is a text of
@@ -77,6 +79,8 @@ class GenerationRequest:
         max_tokens: Maximum tokens of each choice. None, and more than the context has room for, mean as many as fit.
         add_special_tokens: Whether the tokenizer adds its special tokens to a text.
         source: Client and path, for the log.
+        strict_schema: Whether keywords of an output schema that no grammar expresses are refused. Otherwise they are
+            left out, with a warning.
     """
 
     prompt: Chat | Infill | str | list[int]
@@ -84,6 +88,7 @@ class GenerationRequest:
     n: int = 1
     max_tokens: int | None = None
     add_special_tokens: bool = True
+    strict_schema: bool = False
     speculation: Speculation = Speculation()
     source: str = ""
 
@@ -130,10 +135,12 @@ class Started:
 
     Attributes:
         prompt_logprobs: Log-probability of each prompt token, if `params` asks for them; None for the first token.
+        warnings: Parts of the request that were left out.
     """
 
     prompt_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None]
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

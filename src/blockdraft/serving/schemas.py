@@ -35,9 +35,12 @@ def _limit_table(value: Any, info: ValidationInfo) -> Any:
 # Validation stops at the first wrong entry. An error for each would cost minutes and gigabytes for a body of some MiB.
 Listed = Annotated[list[T], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Table = Annotated[dict[str, T], Field(max_length=MAX_TABLE), BeforeValidator(_limit_table)]
-Token = Annotated[int, Field(ge=0, lt=2**63)]
+# Clients in languages with one type of numbers write 4 as 4.0.
+WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Int = Annotated[int, WHOLE]
+Token = Annotated[Int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[Token], Field(fail_fast=True)]
-MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+MaxTokens = Annotated[Int, Field(ge=1, lt=2**31)]
 UNLIMITED = BeforeValidator(lambda value: None if value == -1 else value)  # as programs for llama.cpp ask
 NonEmpty = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -81,8 +84,8 @@ class Speculation(Schema):
     """
 
     enabled: bool = True
-    block_size: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    tree_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    block_size: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
+    tree_budget: Annotated[Int, Field(ge=0, lt=2**31)] | None = None
     statistics: bool = False
     trace: bool = False
     backend: str | None = None
@@ -128,17 +131,17 @@ class GenerationSchema(Schema):
     }
 
     model: str = Field("", description="A name that /v1/models lists; without one, the served model.")
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[MaxTokens | None, UNLIMITED] = None
     temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Positive | None = None
     logit_bias: Table[Bias] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True, max_length=MAX_TABLE)] | None = None
     ignore_eos: bool = False
@@ -215,18 +218,19 @@ def join_text(field: str, content: str | Sequence[Part]) -> str:
     return "\n".join(part.text or part.refusal or "" for part in content)
 
 
-def parse_arguments(field: str, text: str | None) -> dict[str, Any]:
-    """Parse the arguments of an earlier tool call. An empty text is no arguments."""
+def parse_arguments(text: str | None) -> dict[str, Any] | str:
+    """Return the arguments of an earlier tool call as an object, or as they are if they are none.
+
+    A limit of tokens may have cut them. An empty text is no arguments.
+    """
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise UsageError(f"{field} holds arguments that are not a JSON object; give one as text.")
-    return arguments
+        return text or ""
+    return arguments if isinstance(arguments, dict) else text or ""
 
 
-def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def tool_call(call_id: str, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
     """Return an earlier tool call as chat templates take it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -235,6 +239,13 @@ def function_tool(name: str, description: Any, parameters: dict[str, Any]) -> di
     """Return a tool as chat templates take it."""
     function = {"name": name, "description": str(description or ""), "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def name_of_tool(tool: dict[str, Any]) -> str:
+    """Return the name of a tool in either form of OpenAI's APIs, or "" if it has none."""
+    inner = tool.get(str(tool.get("type")), tool)
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def text_tool(name: str, description: Any, form: Any) -> dict[str, Any]:

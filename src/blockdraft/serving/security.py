@@ -6,12 +6,14 @@ import asyncio
 import hmac
 import ipaddress
 import json
+from codecs import BOM_UTF8
 from urllib.parse import urlsplit
 
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from blockdraft.serving.content_encoding import decode_body
 from blockdraft.serving.errors import OLLAMA_PATH, ApiError
 from blockdraft.serving.settings import ServeSettings
 
@@ -56,6 +58,7 @@ class Guard:
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 if not await self._read(body, headers, receive):
                     return
+                scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"content-encoding"]}
                 receive = _replay(bytes(body), receive)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
@@ -126,6 +129,14 @@ class Guard:
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, f"The content type must be application/json, got {content_type[:80] or 'nothing'}.")
+        if encodings := ", ".join(headers.getlist("content-encoding")):
+            decoded = decode_body(bytes(body), encodings, self._settings.max_body)
+            self._body_bytes += len(decoded) - len(body)
+            body[:] = decoded
+            self._check_size(len(body))
+        if body.startswith(BOM_UTF8):  # as editors of Windows write
+            self._body_bytes -= len(BOM_UTF8)
+            del body[: len(BOM_UTF8)]
         check_json(bytes(body))
         return True
 

@@ -337,7 +337,7 @@ class _RunningChoice:
         chunk.checked()
         if not self.started:
             self.started = True
-            yield Started(self._choice.prompt, self.request.prompt_logprobs)
+            yield Started(self._choice.prompt, self.request.prompt_logprobs, self._choice.warnings)
         for event in self._parse(chunk):
             if self._typed is not None and isinstance(event, TextDelta):
                 self._typed.output += event.text

@@ -39,12 +39,14 @@ class ApiResponse(ABC):
         has_comments: Whether a stream may hold comments, which clients ignore.
         tail: Text after the last event of a stream.
         media_type: Media type of a stream.
+        warnings: Parts of the request that were left out. The response, or the first event of its stream, names them.
     """
 
     keep_alive = ": keep-alive\n\n"
     has_comments = True
     tail = ""
     media_type = "text/event-stream"
+    warnings: Sequence[str] = ()
 
     @abstractmethod
     def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
@@ -63,7 +65,13 @@ class ApiResponse(ABC):
         return (error.body(""),)
 
     def frame(self, value: dict[str, Any]) -> str:
+        """Return a stream event as text."""
         return data(value)
+
+    def take_warnings(self) -> dict[str, Any]:
+        """Return the field of the warnings, once, or no field if there are none."""
+        warnings, self.warnings = self.warnings, ()
+        return {"warnings": list(warnings)} if warnings else {}
 
 
 class NamedEventsResponse(ApiResponse):
@@ -73,12 +81,17 @@ class NamedEventsResponse(ApiResponse):
         return f"event: {value['type']}\n{data(value)}"
 
 
-def data(value: Any) -> str:
-    """Return a server-sent event without the characters at which some clients end a line."""
+def json_line(value: Any) -> str:
+    """Return JSON in one line, without the characters at which some clients end a line."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for end in UNICODE_LINE_ENDS:
         text = text.replace(end, f"\\u{ord(end):04x}")
-    return f"data: {text}\n\n"
+    return text
+
+
+def data(value: Any) -> str:
+    """Return a server-sent event."""
+    return f"data: {json_line(value)}\n\n"
 
 
 async def respond(
@@ -124,7 +137,7 @@ async def _complete(service: Service, requests: Sequence[GenerationRequest], res
         async for index, event in events:
             if not isinstance(event, PrefillProgress | ToolCallDelta):
                 await _add(service, response, index, event)
-    return response.body()
+    return response.body() | response.take_warnings()
 
 
 async def _frames(
@@ -140,7 +153,10 @@ async def _frames(
                     text = text if response.has_comments and event != progress else ""
                     progress = event
                 else:
-                    text = "".join(map(response.frame, await _add(service, response, index, event)))
+                    values = list(await _add(service, response, index, event))
+                    if values:
+                        values[0] = {**values[0], **response.take_warnings()}
+                    text = "".join(map(response.frame, values))
                 started = True
                 yield text
         yield "".join(map(response.frame, response.end())) + response.tail
@@ -151,6 +167,8 @@ async def _frames(
 
 
 async def _add(service: Service, response: ApiResponse, index: int, event: Event) -> Sequence[dict[str, Any]]:
+    if isinstance(event, Started) and index == 0:
+        response.warnings = event.warnings
     if isinstance(event, Started) and event.prompt_logprobs:  # formatting those of a long prompt is slow
         return await service.in_thread(response.add, index, event)
     return response.add(index, event)

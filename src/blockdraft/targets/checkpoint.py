@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +21,14 @@ from blockdraft.models import located, suggestion
 from blockdraft.targets.base import Target, TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, ModelConfig, architecture_of, load_config
+from blockdraft.text_files import read_json, refuse_pointer, without_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Prefixes of the `model_type` of models that `blockdraft_diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
+log = logging.getLogger(__name__)
 SCALED = ("linear", "yarn", "llama3")  # kinds of rotary embeddings that extend the context by a factor
 HUB_SECONDS = 10.0  # timeout of the hub, as in its own client
 
@@ -104,7 +106,7 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
 def _model_type(folder: Path) -> str:
     """Return the `model_type` of config.json, or nothing if it cannot be read, which loading reports."""
     try:
-        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+        return str(read_json(folder / "config.json")["model_type"])
     except (OSError, ValueError, LookupError, TypeError):
         return ""
 
@@ -148,7 +150,11 @@ def _ask(address: str) -> None:
 def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[None]:
     """Turn all errors in reading a model's files into a UsageError that names the model."""
     try:
-        yield
+        try:
+            yield
+        except Exception:
+            refuse_pointer(path)
+            raise
     except UsageError as error:
         raise UsageError(f"{path} cannot be loaded: {error}") from error
     except SafetensorError as error:
@@ -177,7 +183,7 @@ def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | No
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object")
     return content
@@ -221,7 +227,8 @@ def load_tokenizer(
         if names_class or not family:  # else the class of the configuration decides
             config = PretrainedConfig()
             setattr(config, "model_type", family)  # noqa: B010 (a class variable to mypy)
-    return AutoTokenizer.from_pretrained(path, revision=revision, config=config)
+    with without_marks(path) as clean:
+        return AutoTokenizer.from_pretrained(clean, revision=revision, config=config)
 
 
 def load_generation_config(path: str | Path, revision: str | None = None) -> SimpleNamespace | None:
@@ -259,12 +266,20 @@ def max_context(config: AnyConfig) -> int:
     return max(trained, int(original * factor))
 
 
-def end_tokens(*sources: Any) -> frozenset[int]:
+def end_tokens(generation_config: Any, config: AnyConfig, tokenizer: Any) -> frozenset[int]:
+    """Return the end tokens that any of a checkpoint's files names.
+
+    Log a warning for ids that the model cannot generate, such as -1, and leave them out.
+    """
     ids: set[int] = set()
-    for source in sources:
+    for source in (generation_config, config, tokenizer):
         value = getattr(source, "eos_token_id", None)
         ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
-    return frozenset(ids)
+    size: int = getattr(config.get_text_config(), "vocab_size", 2**31)  # not every configuration has one
+    known = frozenset(token for token in ids if 0 <= token < size)
+    if known != ids:
+        log.warning("The end tokens %s are no tokens of the model, 0 to %d; ignored.", sorted(ids - known), size - 1)
+    return known
 
 
 def head_size(config: AnyConfig) -> int:

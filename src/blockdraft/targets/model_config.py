@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from blockdraft.text_files import read_json, without_marks
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -144,14 +146,15 @@ def load_config(path: str | Path, revision: str | None = None) -> AnyConfig:
         return config
     from transformers import AutoConfig
 
-    loaded: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision)
+    with without_marks(path) as clean:
+        loaded: PretrainedConfig = AutoConfig.from_pretrained(clean, revision=revision)
     return loaded
 
 
 def _read(folder: Path) -> Mapping[str, Any]:
     """Return the content of config.json, or nothing if it is not here or cannot be read."""
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = read_json(folder / "config.json")
     except (OSError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from blockdraft.targets.checkpoint import check_hub, checked_folder, find_file, 
 from blockdraft.targets.families import decoder_config, own_tensors, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, load_config
+from blockdraft.text_files import read_json, without_marks
 from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:  # takes as long to import as torch
@@ -187,7 +187,7 @@ def open_checkpoint(
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
     if wanted.decode_only and doing != READ:
         raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}. Decode with it as it is.")
-    raw = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
+    raw = read_json(Path(str(files[0])))
     with loading(path):
         if source is None:
             source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
@@ -220,9 +220,9 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
         )
     from transformers import AutoModelForCausalLM
 
-    with loading(path):
+    with loading(path), without_marks(path) as clean:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=options.torch_dtype, revision=options.revision, output_loading_info=True
+            clean, dtype=options.torch_dtype, revision=options.revision, output_loading_info=True
         )
     model, report = loaded
     missing = sorted(report["missing_keys"])

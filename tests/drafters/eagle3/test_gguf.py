@@ -187,13 +187,23 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     actual = read_drafter(again({}, **{"token_embd.weight": table}), None, 10)
     assert actual.trained == UNKNOWN and actual.borrowed is not None and torch.equal(actual.borrowed.embedding, table)  # type: ignore[arg-type]
+    order, head = torch.tensor([3, 0, 4, 1, 2]), tensors["output.weight"]
+    assert isinstance(head, torch.Tensor)
+    by_frequency = read_drafter(again({}, **{"d2t": KEPT[order], "output.weight": head[order]}), None, 10).tensors
+    usual = read_drafter(again({}), None, 10).tensors
+    assert all(torch.equal(by_frequency[name], usual[name]) for name in usual)
     for changes, more, message in (
         ({"eagle3.block_count": 2}, {}, "eagle3.block_count must be 1.*, got 2; no other is supported"),
         ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size must be 32.*, got 64"),
         ({"eagle3.target_layers": [0, 5, 7]}, {}, "a target layer must be .*got -1"),
         ({}, {"output.weight": None}, "output.weight must be in the file.*, but is absent"),
         ({}, {"d2t": None}, "d2t must be given, since draft_vocab_size is not vocab_size, 64.*, but is absent"),
-        ({}, {"d2t": KEPT.flip(0)}, "offsets to tokens below 64 in ascending order"),
+        ({}, {"d2t": KEPT.where(KEPT != 62, 64)}, r"offsets to tokens below 64, got .*; it leads to \[64\]"),
+        (
+            {},
+            {"d2t": KEPT.where(KEPT != 62, 9)},
+            r"offsets to different tokens, got .*; it leads to \[9\] more than once",
+        ),
         ({}, {"blk.0.attn_q.bias": torch.ones(32)}, "a tensor must be one that is known here, got .*attn_q.bias"),
         ({}, {"fc.weight": None}, "fc.weight"),
     ):

@@ -221,3 +221,14 @@ vllm:request_success_total{{finished_reason="length"}} {}
     assert acceptance(before, after).tau == 511 / 143
     undrafted = parse(text.format(100, 150, 521, 7, 3))  # some tokens were decoded plainly
     assert acceptance(before, undrafted).tau == 2.5
+
+
+def test_lines_end_only_at_line_feeds(serve: Serve) -> None:
+    """Other servers leave U+2028 and the like in their JSON as they are, as the standard allows."""
+    event = {"choices": [{"delta": {"content": "a\u2028b\x85c"}, "finish_reason": "stop"}]}
+    text = (
+        f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\ndata: {json.dumps({'usage': {'completion_tokens': 3}})}"
+    )
+    serve(lambda request: httpx.Response(200, content=f"{text}\n\ndata: [DONE]\n\n".encode()))
+    answer = ask()
+    assert (answer.problem, answer.text) == ("", "a\u2028b\x85c")

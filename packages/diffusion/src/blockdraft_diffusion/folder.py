@@ -7,7 +7,6 @@ and the paper's own models (`model_type` bd3lm) are read as well.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -33,6 +32,7 @@ from blockdraft.targets import (
     load_text_with,
     make_config,
 )
+from blockdraft.text_files import read_json
 from blockdraft_diffusion.denoiser import CausalDenoiser, Denoiser, why_not_denoiser
 from blockdraft_diffusion.dit import DiT, DiTConfig
 from blockdraft_diffusion.model import DiffusionConfig, DiffusionModel
@@ -59,7 +59,7 @@ def load_model(
     """
     folder = Path(path)
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = read_json(folder / "config.json")
         family = FAMILY_OF.get(raw["model_type"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{folder} has no config.json of a model ({error}); give a block-diffusion model.") from error

@@ -183,7 +183,7 @@ def commands(row: Projection) -> list[str]:
     served = row.weights in ("bf16", "fp8", "int8", "int4") and not row.device.startswith("Apple")
     if served and drafter not in ("none", BUNDLED):
         lines.append(["blockdraft", "inspect", drafter, "--target", hub])  # prints the command for each engine
-    if row.model.endswith(".gguf"):
+    if row.model.lower().endswith(".gguf"):
         lines.append(["llama-server", "-m", row.model, "-c", str(row.context)])
     return [shlex.join(line) for line in lines]
 

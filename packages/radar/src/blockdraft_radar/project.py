@@ -18,7 +18,7 @@ from blockdraft_radar.devices import Machine
 from blockdraft_radar.drafting import Tau, cost_for, kind_of, tau_of
 from blockdraft_radar.memory import memory_of
 from blockdraft_radar.shape import Shape
-from blockdraft_radar.step import Constants, Roofline, bits_of, constants
+from blockdraft_radar.step import Constants, Roofline, bits_of, constants, kind_of_weights
 
 SHARE = 0.9  # usable share of a device's memory
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # candidate block sizes
@@ -115,6 +115,7 @@ def project(
     if shape.context and context > shape.context:
         raise UsageError(f"context must be at most {shape.context}, the context of {shape.name}, got {context}.")
     constant = constant or constants()[machine.kind]
+    weights = weights if weights == "file" else kind_of_weights(weights)
     bits = bits_of(shape, weights)
     step = Roofline(shape, machine, constant, bits, weights, context, batch, eager)
     plain = _seconds(step, costs, 1)

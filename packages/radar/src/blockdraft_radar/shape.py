@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter, Model, catalogue, known, model_of
+from blockdraft.text_files import read_json
 
 STATE_SIZE = 128  # default numbers per channel of a recurrent layer's state
 STATE_WIDTH = 1.25  # default channels of a recurrent layer, relative to the hidden size
@@ -215,7 +215,7 @@ def read_shape(name: str) -> Shape:
         UsageError: The model is unknown, or its files cannot be read.
     """
     path = folder = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and path.is_file():
         return _shape_of_gguf(path)
     if path.is_dir():
         path = path / "config.json"
@@ -223,7 +223,7 @@ def read_shape(name: str) -> Shape:
             raise UsageError(f"{name} has no config.json; give a model's folder, its config.json or a GGUF file.")
     if path.is_file():
         return replace(shape_of_config(_read_json(path), name), path=str(folder) if folder.is_dir() else None)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", name):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", name, re.IGNORECASE):
         return _shape_of_hub_gguf(name)
     if path.suffix in (".json", ".gguf"):
         raise UsageError(f"{name} does not exist; give a model's folder, its config.json or a GGUF file.")
@@ -246,7 +246,7 @@ def known_shapes() -> tuple[Shape, ...]:
 
 def _read_json(file: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{file} cannot be read as JSON ({error}); copy or fetch it again.") from error
     if not isinstance(config, Mapping):

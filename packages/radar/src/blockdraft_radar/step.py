@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from gguf import GGML_QUANT_SIZES
 from pydantic import TypeAdapter
 
 from blockdraft.drafters import DraftCost
@@ -46,8 +47,13 @@ BITS = {
     "Q3_K_M": 3.9,
     "IQ4_XS": 4.3,
 }
+# Other types of GGUF files, as the package gguf stores them.
+for _type, (_values, _bytes) in GGML_QUANT_SIZES.items():
+    if _type.name[0] not in "I" or _type.name.startswith("IQ"):  # integers are no weights
+        BITS.setdefault(_type.name, 8 * _bytes / _values)
 # Arithmetic for each kind of weights: the first type that the device supports. Other kinds are converted to bf16.
-ARITHMETIC = {"fp32": ("fp32",), "fp8": ("fp8", "bf16", "fp32"), "nvfp4": ("fp4", "fp8", "bf16", "fp32")}
+ARITHMETIC = {**dict.fromkeys(("fp32", "F32", "F64"), ("fp32",)), "fp8": ("fp8", "bf16", "fp32")}
+ARITHMETIC["nvfp4"] = ("fp4", "fp8", "bf16", "fp32")
 ON_CPUS = ("int8", "bf16", "fp32")  # for weights of 8 bits or less
 UNPACKING = 0.6  # efficiency of arithmetic with quantized weights, which are unpacked first
 OF_KERNELS = 0.7  # efficiency of our kernels in whole forward passes, relative to a kernel alone
@@ -100,9 +106,15 @@ def bits_of(shape: Shape, weights: str) -> float:
     """
     if weights == "file":
         return 8 * shape.stored_bytes / shape.parameters
-    if weights not in BITS:
-        raise UsageError(f"weights must be one of {', '.join(BITS)}, got {weights!r}.")
-    return BITS[weights]
+    return BITS[kind_of_weights(weights)]
+
+
+def kind_of_weights(name: str) -> str:
+    """Return the key of `BITS` for a name in small or capital letters. Raise a UsageError if there is none."""
+    known = {key.lower(): key for key in reversed(BITS)} | {key: key for key in BITS}
+    if (kind := known.get(name, known.get(name.lower()))) is None:
+        raise UsageError(f"weights must be one of {', '.join(BITS)}, got {name!r}.")
+    return kind
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from blockdraft_train.defaults import Resolved, resolve
 from blockdraft_train.hidden_state_sources import FOLDER
 from blockdraft_train.job import TrainingJob
 from blockdraft_train.metrics import encode_prompts
-from blockdraft_train.recipe import Recipe, begun_with
+from blockdraft_train.recipe import Recipe, begun_with, with_place
 
 FEW_STEPS = 100  # fewer than these get a note
 # Recipe fields that may change when a run resumes, because they do not change what is learned. `Schedule` checks steps
@@ -107,7 +107,9 @@ def resolve_and_check(
     if not job.other_responses:
         with complaints.noting():
             check_author(data, target)
-    resolved = resolve(job.variant, job.recipe, target, data, job.accelerator.num_processes, complaints, earlier)
+    resolved = resolve(
+        job.variant, with_place(job.recipe, target), target, data, job.accelerator.num_processes, complaints, earlier
+    )
     if resolved is not None:
         with complaints.noting():
             config = resolved.variant.config(target)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
+
+if TYPE_CHECKING:
+    from blockdraft.targets import Target
+
+R = TypeVar("R", bound="Recipe")
 
 
 @settings
@@ -115,6 +121,14 @@ class Recipe:
             faults.append(f"batch must be a multiple of accumulation, {self.accumulation}, got {self.batch}.")
         if faults:
             raise UsageError(" ".join(faults))
+
+
+def with_place(recipe: R, target: Target) -> R:
+    """Return a recipe whose `init` is a path, where it names the bundled drafter or one of the hub."""
+    from blockdraft.drafters import place_of  # slow to import
+
+    init = begun_with(recipe)
+    return recipe if init is None else replace(recipe, init=str(place_of(init, target)))  # type: ignore[call-arg]
 
 
 def begun_with(recipe: Recipe) -> str | None:

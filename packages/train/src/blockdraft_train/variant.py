@@ -84,7 +84,7 @@ def load_init(
 
     Args:
         config: Configuration of the network, a dataclass.
-        init: Folder of the drafter.
+        init: Folder or GGUF file of the drafter.
         vocabulary: Tokens of the target and their ids.
         free: Fields in which the two configurations may differ.
 

@@ -63,7 +63,7 @@ def test_all_errors_are_reported_before_the_target_is_loaded(tmp_path: Path, mon
     options = "--target /no/such --data a --prompts b --hidden-states c --init d --objective decay=1,e=1,f=1"
     message = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options.split()]).exception)
     assert message.startswith("6 things do not fit") and message.count("\n") == 6
-    places = "a/data.json", "b cannot", "c/hidden_states.json", "d/config.json"
+    places = "a/data.json", "b cannot", "c/hidden_states.json", "d is no drafter"
     for entry in (*places, "'e' is unknown", "'f' is unknown"):
         assert entry in message
 

@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.drafters import load_drafter
-from blockdraft.errors import Complaints
-from blockdraft.targets import load_target
+from blockdraft.drafters import TINY_DRAFTER, load_drafter
+from blockdraft.errors import Complaints, UsageError
+from blockdraft.formats import read_drafter
+from blockdraft.formats.gguf.drafter import write_drafter
+from blockdraft.targets import load_target, load_target_text
+from blockdraft.targets.gguf import tokenizer_metadata
 from blockdraft.tools.export import Format, export
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.draft_vocabulary import frequent_tokens
 from blockdraft_train.objectives import Slots
+from blockdraft_train.recipe import with_place
 from blockdraft_train.variants.dflash import DFlashRecipe, DFlashVariant
 from blockdraft_train.variants.dflash2 import DFlash2Recipe, DFlash2Variant
 
@@ -76,3 +80,21 @@ def test_tokens_outside_of_the_draft_vocabulary_teach_nothing(tiny_target_dir: P
 def test_draft_vocabularies_that_cannot_be_are_refused(variant: Any, message: str, tiny_target_dir: Path) -> None:
     variant.defaults(load_target(tiny_target_dir), None, complaints := Complaints())
     assert message in complaints.messages[0]
+
+
+def test_training_starts_from_all_that_decodes(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    """A folder, a GGUF file, and the name of the bundled drafter, as `generate --drafter` takes them."""
+    target = load_target(tiny_target_dir)
+    checkpoint = read_drafter(tiny_drafter_dir, None, target.num_layers)
+    tokenizer, _ = tokenizer_metadata(load_target_text(tiny_target_dir), checkpoint.config.vocab_size, "dflash")
+    write_drafter(tmp_path / "d.GGUF", checkpoint, tokenizer, "f32")
+    networks = []
+    for init in (str(tiny_drafter_dir), str(tmp_path / "d.GGUF")):
+        recipe = with_place(DFlashRecipe(block_size=4, init=init), target)
+        variant = DFlashVariant(recipe)
+        networks.append(variant.network(variant.config(target), None))
+    first, second = (network.state_dict() for network in networks)
+    assert all(torch.allclose(first[name].float(), second[name].float()) for name in first)
+    assert with_place(DFlashRecipe(init="bundled"), target).init == str(TINY_DRAFTER)
+    with pytest.raises(UsageError, match="lookup names a drafter without weights"):
+        with_place(DFlashRecipe(init="lookup"), target)

@@ -23,7 +23,7 @@ from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm, vllm_alone
-from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
+from blockdraft.formats.vocabulary import draft_tokens, kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.draft_network import shapes_of
@@ -31,7 +31,7 @@ from blockdraft.nn.draft_network import shapes_of
 ARCHITECTURE_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 PLAIN = "LlamaForCausalLM"  # name in early files, which are recognised by their draft vocabulary
 IDS = "eagle_aux_hidden_state_layer_ids"
-TABLE = "embed_tokens.weight"
+TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
 # Fields of the configuration whose names are keys of config.json.
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias", "hidden_act")
@@ -102,15 +102,12 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
     if d2t is None:
         need(config.draft_vocab_size == size, "d2t", None, f"given, since draft_vocab_size is not vocab_size, {size}")
         d2t = torch.zeros(size, dtype=torch.int64)
-    elif t2d is not None:
-        kept_tokens(t2d, d2t)
-    else:
-        check_tensors({"d2t": shapes["d2t"]}, {"d2t": d2t})
-        kept = d2t.long() + torch.arange(len(d2t))
-        sound = bool((kept.diff() > 0).all()) and int(kept[0]) >= 0 and int(kept[-1]) < size
-        need(sound, "d2t", d2t[:5].tolist(), f"offsets to tokens below {size} in ascending order")
     own["d2t"] = d2t.long()
     check_tensors(shapes, own)
+    kept = draft_tokens(d2t, size) if t2d is None else kept_tokens(t2d, d2t)
+    if kept is not None and bool((kept.diff() < 0).any()):  # by frequency; all else expects ascending tokens
+        order = kept.argsort()
+        own |= {"d2t": kept[order] - torch.arange(len(kept)), HEAD: own[HEAD][order]}
     if embedding is not None:
         check_tensors({TABLE: (size, config.hidden_size)}, {TABLE: embedding})
     return Checkpoint(config, own, Borrowed(embedding, None, None))

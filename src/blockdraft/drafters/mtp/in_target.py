@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.folder import blaming
 from blockdraft.formats.stored import Stored, check_floats, open_tensors
+from blockdraft.text_files import read_json
 
 INDEX = "model.safetensors.index.json"
 QWEN, LAYER = "mtp.", "layers.0."
@@ -58,7 +58,7 @@ def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor by name."""
     if (folder / INDEX).is_file():
         with blaming(folder / INDEX):
-            weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(folder / INDEX)["weight_map"]
         return {name: folder / file for name, file in weight_map.items()}
     files: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -252,7 +252,7 @@ def pair_of(target: Target, drafter: Drafter) -> Pair:
     return Pair(
         target=place,
         drafter=_absolute(drafter.path),
-        weights="file" if place and place.endswith(".gguf") else weights,
+        weights="file" if place and place.lower().endswith(".gguf") else weights,
         threads=torch.get_num_threads(),
     )
 

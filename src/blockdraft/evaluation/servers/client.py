@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +142,7 @@ class Client:
                         text = (await response.aread()).decode(errors="replace")
                         answer.problem = f"status {response.status_code}: {text[:SHOWN]}"
                     else:
-                        async for line in response.aiter_lines():
+                        async for line in _lines(response):
                             # Only data counts: a server that hangs also sends comments and incomplete lines.
                             if line.startswith("data:"):
                                 lines.append((time.perf_counter(), line.removeprefix("data:").strip()))
@@ -158,6 +158,16 @@ class Client:
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 answer.problem = f"an answer in another form than OpenAI's ({describe(error)})"
         return answer
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield the lines of a stream. httpx's own would also end at U+2028 and the like inside of JSON."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    yield rest.decode(errors="replace")
 
 
 def _read(answer: Answer, lines: list[tuple[float, str]]) -> None:

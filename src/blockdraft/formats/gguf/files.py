@@ -24,13 +24,14 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.blocks import INDICES, READERS
 from blockdraft.nn.quantization import QuantizedWeight
+from blockdraft.text_files import refuse_pointer
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SIZE = struct.Struct("<Q")  # length of a string, before it
 ALIGNMENT = 32  # default alignment of tensors, in bytes
 MOST_DIMENSIONS = 4
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 NUMBERS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -137,7 +138,7 @@ class GGUFFile:
 
 def is_gguf(path: str | Path) -> bool:
     """Return whether a path names a GGUF file."""
-    return str(path).endswith(SUFFIX)
+    return str(path).lower().endswith(SUFFIX)
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -153,7 +154,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     named = SHARD.fullmatch(str(path))
     if named is None or int(named[3]) != count:
         raise UsageError(f"{path} is one of {count} parts; give them names that end in -00001-of-{count:05}.gguf.")
-    parts = [Path(f"{named[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    parts = [Path(f"{named[1]}-{number:05}-of-{count:05}{named[4]}") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise UsageError(f"{path} is one of {count} parts, and {', '.join(missing)} are not beside it; download them.")
@@ -174,6 +175,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     with path.open("rb") as opened:
         begin = opened.read(len(MAGIC) + 4)
         if not begin.startswith(MAGIC):
+            refuse_pointer(path)
             raise UsageError(f"{path} is no GGUF file: it begins with {begin[:4]!r} instead of {MAGIC!r}.")
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     version = int.from_bytes(begin[len(MAGIC) :], "little")
@@ -228,12 +230,15 @@ class _Cursor:
         # The shortest decimal of a float32 is meant, such as 1e-6, and not its exact value.
         return float(str(np.float32(value))) if kind == "f" else value
 
-    def text(self) -> str:
-        [value] = self.texts(1)
+    def text(self, errors: str = "strict") -> str:
+        [value] = self.texts(1, errors)
         return value
 
-    def texts(self, count: int) -> list[str]:
-        """Read consecutive strings. A vocabulary has hundreds of thousands, so the loop makes few calls."""
+    def texts(self, count: int, errors: str = "strict") -> list[str]:
+        """Read consecutive strings; `errors` as in `bytes.decode`.
+
+        A vocabulary has hundreds of thousands, so the loop makes few calls.
+        """
         data, place, size_of = self.data, self.place, SIZE.unpack_from
         values = []
         for _ in range(count):
@@ -241,13 +246,13 @@ class _Cursor:
             place = begin + size_of(data, place)[0]
             if place > len(data):
                 raise EOFError(f"a text would end at byte {place} of {len(data)}")
-            values.append(data[begin:place].decode())
+            values.append(data[begin:place].decode(errors=errors))
         self.place = place
         return values
 
     def value(self, kind: GGUFValueType) -> Any:
         if kind == GGUFValueType.STRING:
-            return self.text()
+            return self.text("replace")  # a name or a licence, which must not refuse the file
         if kind != GGUFValueType.ARRAY:
             return self.number(NUMBERS[kind])
         inner, count = GGUFValueType(self.number("I")), self.number("Q")

@@ -27,6 +27,7 @@ from blockdraft.serving.request import (
 from blockdraft.serving.schemas import (
     UNLIMITED,
     GenerationSchema,
+    Int,
     Listed,
     MaxTokens,
     NonEmpty,
@@ -34,6 +35,7 @@ from blockdraft.serving.schemas import (
     Schema,
     format_grammar,
     join_text,
+    name_of_tool,
     parse_arguments,
     template_variables,
     text_tool,
@@ -91,8 +93,7 @@ class EarlierToolCall(Schema):
             return tool_call(call_id, self.custom.name, {"input": self.custom.input})
         if self.function is None:
             raise UsageError(f"{place}.tool_calls holds a call without function; give its name and arguments.")
-        arguments = parse_arguments(f"{place}.tool_calls", self.function.arguments)
-        return tool_call(call_id, self.function.name, arguments)
+        return tool_call(call_id, self.function.name, parse_arguments(self.function.arguments))
 
 
 class ChatMessage(Schema):
@@ -158,15 +159,43 @@ class Named(Schema):
     name: str
 
 
-class NamedTool(Schema):
-    type: Literal["function", "custom"] = "function"
+class AllowedTools(Schema):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Listed[dict[str, Any]] = []
+
+
+class ChatToolChoice(Schema):
+    """A tool that must be called, or tools to choose from (the type `allowed_tools`).
+
+    OpenAI's two APIs nest the fields differently. Both forms are accepted.
+    """
+
+    type: Literal["function", "custom", "allowed_tools"] = "function"
     function: Named | None = None
     custom: Named | None = None
+    allowed_tools: AllowedTools | None = None
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Listed[dict[str, Any]] | None = None
 
-    @property
-    def name(self) -> str:
-        named = self.function or self.custom
-        return named.name if named else ""
+    def choose(self, offered: Sequence[dict[str, Any]]) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
+        """Return the choice, and those of the offered tools that it allows.
+
+        Raises:
+            UsageError: The choice names no tool, or one that is not offered.
+        """
+        names = [tool["function"]["name"] for tool in offered]
+        if self.type != "allowed_tools":
+            named = self.function or self.custom
+            if not (name := named.name if named else self.name):
+                raise UsageError("tool_choice.function.name is missing; name one of the tools.")
+            return ToolChoice("required", name), tuple(offered)
+        allowed = self.allowed_tools or AllowedTools(mode=self.mode or "auto", tools=self.tools or [])
+        chosen = [name_of_tool(tool) for tool in allowed.tools]
+        if unknown := [name for name in chosen if name not in names]:
+            raise UsageError(f"tool_choice allows {unknown[0][:80]!r}; the tools are {', '.join(names)[:200]}.")
+        kept = tuple(tool for tool in offered if tool["function"]["name"] in chosen)
+        return ToolChoice(allowed.mode), kept
 
 
 class ChatRequest(GenerationSchema):
@@ -178,14 +207,14 @@ class ChatRequest(GenerationSchema):
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[MaxTokens | None, UNLIMITED] = None
-    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+    n_predict: Annotated[Int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="llama.cpp's name of max_tokens; 0 only reads the prompt, as llama.vim asks, -1 is no limit."
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Listed[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -206,12 +235,12 @@ class ChatRequest(GenerationSchema):
             schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
             kind = "json_schema" if form.type == "json_object" and schema is not None else form.type
             grammar = format_grammar("response_format", kind, schema)
-        choice = self.tool_choice or "auto"
+        choice, tools = self._choose_tools()
         return GenerationRequest(
             prompt=Chat(
                 messages=template_messages(self.messages),
-                tools=template_tools(self.tools),
-                tool_choice=ToolChoice(choice) if isinstance(choice, str) else ToolChoice("required", choice.name),
+                tools=tools,
+                tool_choice=choice,
                 parallel_tool_calls=self.parallel_tool_calls is not False,
                 template=template_variables(self.reasoning_effort, self.chat_template_kwargs),
                 continue_final_message=self.continue_final_message,
@@ -222,8 +251,14 @@ class ChatRequest(GenerationSchema):
             ),
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens or self._num_predicted,
+            strict_schema=bool(form and form.json_schema and form.json_schema.strict),
             speculation=self.speculation,
         )
+
+    def _choose_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
+        """Return the tool choice and the tools to choose from."""
+        choice, tools = self.tool_choice or "auto", template_tools(self.tools)
+        return (ToolChoice(choice), tools) if isinstance(choice, str) else choice.choose(tools)
 
     @property
     def _num_predicted(self) -> int | None:

@@ -15,7 +15,7 @@ from blockdraft.engine.text import REPLACEMENT, text_decoder
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
 from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
-from blockdraft.serving.schemas import UNLIMITED, GenerationSchema, Listed, TokenIds
+from blockdraft.serving.schemas import UNLIMITED, GenerationSchema, Int, Listed, TokenIds
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
 from blockdraft.types import MOST_LOGPROBS, TokenLogprob
@@ -44,8 +44,8 @@ class CompletionRequest(GenerationSchema):
     }
 
     prompt: str | Listed[str] | TokenIds | Listed[TokenIds]
-    max_tokens: Annotated[Annotated[int, Field(ge=0, lt=2**31)] | None, UNLIMITED] = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    max_tokens: Annotated[Annotated[Int, Field(ge=0, lt=2**31)] | None, UNLIMITED] = None
+    logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool = True
     suffix: str | None = Field(None, description="Text behind the completion; the prompt is the text before it.")

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from blockdraft.errors import UsageError
@@ -37,6 +37,7 @@ from blockdraft.serving.schemas import (
     format_grammar,
     function_tool,
     join_text,
+    name_of_tool,
     parse_arguments,
     template_variables,
     text_tool,
@@ -185,8 +186,7 @@ class Item(Schema):
         if self.type == "message" and self.role is not None and self.content is not None:
             return {"role": self.role, "content": join_text(f"{place}.content", self.content)}
         if self.type == "function_call" and self.call_id and self.name:
-            arguments = parse_arguments(f"{place}.arguments", self.arguments)
-            return self._call(self.call_id, _full_name(self.namespace, self.name), arguments)
+            return self._call(self.call_id, _full_name(self.namespace, self.name), parse_arguments(self.arguments))
         if self.type == "custom_tool_call" and self.call_id and self.name and self.input is not None:
             return self._call(self.call_id, _full_name(self.namespace, self.name), {"input": self.input})
         if (
@@ -202,7 +202,7 @@ class Item(Schema):
         raise UsageError(f"{place} is a {self.type} with a missing field; it needs {REQUIRED_FIELDS[self.type]}.")
 
     @staticmethod
-    def _call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _call(call_id: str, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": [tool_call(call_id, name, arguments)]}
 
 
@@ -289,6 +289,13 @@ class ResponsesToolChoice(Schema):
     mode: Literal["auto", "required"] = "auto"
     tools: Listed[dict[str, Any]] = []
 
+    @model_validator(mode="before")
+    @classmethod
+    def _unnest(cls, values: Any) -> Any:
+        """Take the fields from where chat completions have them."""
+        inner = values.get(str(values.get("type"))) if isinstance(values, dict) else None
+        return {**values, **inner} if isinstance(inner, dict) else values
+
     @property
     def echo(self) -> dict[str, Any]:
         """The choice as responses repeat it."""
@@ -298,13 +305,13 @@ class ResponsesToolChoice(Schema):
     def allows(self, tool: OfferedTool) -> bool:
         """Return whether a choice of the type `allowed_tools` has a tool or its namespace."""
         names = (tool.name, tool.call["name"], tool.call.get("namespace"))
-        return any(allowed.get("name") in names for allowed in self.tools if allowed.get("name"))
+        return any(name in names for name in map(name_of_tool, self.tools) if name)
 
 
 class TextFormat(Schema):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -387,6 +394,7 @@ class ResponsesRequest(GenerationSchema):
                 default_temperature, grammar=format_grammar("text.format", self.format.type, self.format.schema_)
             ),
             max_tokens=self.max_output_tokens,
+            strict_schema=self.format.strict is True,
             speculation=self.speculation,
         )
 
@@ -397,7 +405,9 @@ class ResponsesRequest(GenerationSchema):
             return ToolChoice(choice), self.offered
         if choice.type in ("function", "custom"):
             names = (tool.name for tool in self.offered if choice.name in (tool.name, tool.call["name"]))
-            return ToolChoice("required", next(names, choice.name or "")), self.offered
+            if not choice.name:
+                raise UsageError("tool_choice.name is missing; name one of the tools.")
+            return ToolChoice("required", next(names, choice.name)), self.offered
         if choice.type != "allowed_tools":
             raise UsageError(f"tool_choice is of type {choice.type[:40]!r}; give a function, auto or required.")
         return ToolChoice(choice.mode), [tool for tool in self.offered if choice.allows(tool)]

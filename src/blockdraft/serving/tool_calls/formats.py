@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.engine.json_schema import pointer, walk, with_pointers
 from blockdraft.errors import UsageError
 from blockdraft.serving.json_schemas import (
     ALL_TYPES,
@@ -118,9 +119,9 @@ def find_marker(text: str, marker: str) -> int:
     return len(text) - partial
 
 
-def json_expression(schema: Any) -> str:
+def json_expression(schema: Schema) -> str:
     """Return JSON of a schema as an expression of Lark."""
-    return "%json " + json.dumps({**schema, "x-guidance": COMPACT} if isinstance(schema, dict) else schema)
+    return "%json " + json.dumps({**with_pointers(schema), "x-guidance": COMPACT})
 
 
 def object_schema(schema: Schema) -> Schema:
@@ -439,9 +440,12 @@ class Qwen3Coder:
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         schema = object_schema(schema)
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        inside = ("$defs", "tool")  # where references of a single parameter find those of the tool
+        definitions = {"$defs": {"tool": with_pointers(schema, inside)}}
         parts = [literal(f"{TOOL_CALL}\n{FUNCTION}{name}>\n", added)]
         for key, inner in schema["properties"].items():
+            if inner is False:  # the parameter is not allowed
+                continue
             end = literal("\n</parameter>\n", added)
             types = allowed_types(inner, schema)
             if values := listed_values(inner, schema):
@@ -449,8 +453,9 @@ class Qwen3Coder:
             elif "string" in types and types != ALL_TYPES:
                 value = "parameter_text"
             else:
-                inner = inner if isinstance(inner, dict) else {}
-                value = f"({json_expression({**inner, **definitions})}) {end}"
+                if any("$ref" in part for _, part in walk(inner)):
+                    inner = {"$ref": pointer((*inside, "properties", key)), **definitions}
+                value = f"({json_expression(inner if isinstance(inner, dict) else {})}) {end}"
             parameter = literal(f"{PARAMETER}{key}>\n", added) + " " + value
             parts.append(parameter if key in schema.get("required", ()) else f"({parameter})?")
         return " ".join([*parts, literal(FUNCTION_END + "\n" + TOOL_CALL_END, added)])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import HARMONY, harmony_ids
-from blockdraft.engine.grammar import JSON_STYLE, check_patterns, compile_schema
+from blockdraft.engine.grammar import JSON_STYLE, checked_schema, compile_schema, relax
 from blockdraft.errors import UsageError
-from blockdraft.serving.json_schemas import tool_schemas
+from blockdraft.serving.json_schemas import Schema, tool_schemas
 from blockdraft.serving.request import Chat
 from blockdraft.serving.tool_calls.formats import (
     THINK,
@@ -23,13 +22,18 @@ from blockdraft.serving.tool_calls.formats import (
     is_reasoning,
     literal,
     may_reason,
+    object_schema,
 )
 from blockdraft.serving.tool_calls.harmony import PROMPT_END, harmony_grammar
 from blockdraft.types import Grammar
 
 
 def grammar_of(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt_text: str = "", content: Grammar | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
+    prompt_text: str = "",
+    content: Grammar | None = None,
+    dropped: list[str] | None = None,
 ) -> Grammar | None:
     """Return the grammar for output that must call a tool or whose text must be JSON, or None for free output.
 
@@ -40,10 +44,12 @@ def grammar_of(
     Args:
         prompt_text: The rendered chat, at whose end the reasoning may begin.
         content: Grammar of the text, which must be JSON; None allows any text.
+        dropped: Receives a line for each keyword of the tools' schemas that no grammar expresses. Others often wrote
+            these schemas, so such keywords are left out.
 
     Raises:
-        UsageError: The required tool is not among the tools, the template has no known format of calls, or its format
-            cannot be distinguished from JSON.
+        UsageError: The required tool is not among the tools, a schema is wrong, the template has no known format of
+            calls, or its format cannot be distinguished from JSON.
     """
     name, required = chat.tool_choice.name, chat.tool_choice.mode == "required"
     tools = tool_schemas(chat.tools) if required or (content and chat.tool_choice.mode == "auto") else {}
@@ -53,11 +59,7 @@ def grammar_of(
         raise UsageError(f"tool_choice names {name[:80]!r}; the tools are {', '.join(tools)[:200]}.")
     if not tools and content is None:
         return None
-    for tool, schema in tools.items():
-        try:
-            check_patterns(schema)
-        except ValueError as error:
-            raise UsageError(f"tools holds parameters of {tool} that cannot be followed: {error}.") from error
+    tools = {tool: _enforced(tool, schema, dropped) for tool, schema in tools.items()}
     if harmony_ids(tokenizer):
         chosen = {tool: schema for tool, schema in tools.items() if name in (None, tool)}
         expression = None if content is None or required else _json_content(content)
@@ -93,6 +95,18 @@ def grammar_of(
     return Grammar("lark", "\n".join([f"start: {reasoning}({' | '.join(outputs)})", *rules]))
 
 
+def _enforced(tool: str, schema: Schema, dropped: list[str] | None) -> Schema:
+    """Return the schema of a tool's arguments as it is enforced. `dropped` is that of `grammar_of`."""
+    try:
+        text, left_out = relax(json.dumps(object_schema(schema)), references=True)
+    except ValueError as error:
+        raise UsageError(f"tools holds parameters of {tool} that cannot be followed: {error}.") from error
+    if dropped is not None:
+        dropped += [f"tools: {keyword} in the parameters of {tool} is not enforced." for keyword in left_out]
+    enforced: Schema = json.loads(text)
+    return enforced
+
+
 def _json_content(content: Grammar) -> str:
     """Return JSON as an expression of Lark, in the same style as without tools and reasoning."""
     schema = content.text or '{"type": "object"}'
@@ -100,8 +114,7 @@ def _json_content(content: Grammar) -> str:
         compile_schema(schema)
     except ValueError as error:
         raise UsageError(f"The grammar of kind {content.kind} is refused: {error}.") from error
-    value: Any = json.loads(schema)
-    return "%json " + (json.dumps({"x-guidance": JSON_STYLE, **value}) if isinstance(value, dict) else schema)
+    return "%json " + json.dumps({"x-guidance": JSON_STYLE, **checked_schema(json.loads(schema))})
 
 
 def _optional_reasoning(tokenizer: PreTrainedTokenizerBase, prompt_text: str, added: Collection[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ FILL_ENDS = {
     "fim_sep": ("<|file_sep|>",),
 }
 HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with both, "<|end|>" ends a message and not the response
+log = logging.getLogger(__name__)
 SPACE = "▁"
 
 
@@ -236,6 +238,8 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     wanted = {*ENDS, *(name for names in FILL_ENDS.values() for name in names)}
     known = {token: number for number, token in enumerate(tokens) if token in wanted}
     ends = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
+    if strange := [number for number in ends if number is not None and tokens and not 0 <= number < len(tokens)]:
+        log.warning("The end tokens %s are no tokens of the model, 0 to %d; ignored.", strange, len(tokens) - 1)
     ends |= {known.get(token) for token in ENDS}
     ends |= {i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] == HTML_END}
     for key, names in FILL_ENDS.items():
@@ -243,7 +247,7 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
         ends.add(next((number for number in ids if number is not None), None))
     if known.keys() >= HARMONY:
         ends.discard(known.get("<|end|>"))
-    return sorted(number for number in ends if number is not None and (not tokens or number < len(tokens)))
+    return sorted(number for number in ends if number is not None and (not tokens or 0 <= number < len(tokens)))
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:

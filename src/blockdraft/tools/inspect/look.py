@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors
 from blockdraft.models import located
 from blockdraft.targets import BUNDLED, Description, describe_target, has_head
+from blockdraft.text_files import read_json
 from blockdraft.tools.inspect.drafters import HELD_BY_TARGETS, gguf_report, layout_report
 from blockdraft.tools.inspect.report import Report
 
@@ -121,7 +121,7 @@ def _own_report(place: Path, raw: Any) -> Report | None:
 
 def _instead(place: Path) -> str:
     """Return a hint at a checkpoint inside the folder; empty if there is none."""
-    files = sorted(place.glob("*.gguf"))
+    files = sorted(filter(is_gguf, place.glob("*")))
     if files:
         return f"; give one of its files, such as {files[0]}"
     inside = sorted(place.glob("*/config.json")) + sorted(place.glob(f"*/{ADAPTER}"))
@@ -181,7 +181,7 @@ def _target(path: str | Path, described: Description, given: Description | None)
 
 def _adapter(place: Path, given: Description | None) -> Report:
     try:
-        raw = json.loads((place / ADAPTER).read_text(encoding="utf-8"))
+        raw = read_json(place / ADAPTER)
         kind, modules = raw["peft_type"], raw.get("target_modules") or []
         modules = [modules] if isinstance(modules, str) else sorted(map(str, modules))  # a string is a pattern
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -82,7 +82,7 @@ def train(
     assert options.data is not None and options.out is not None
     out = options.out
 
-    from blockdraft.drafters import as_given
+    from blockdraft.drafters import as_given, check_place
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
     from blockdraft.formats.gguf import is_gguf, open_gguf
@@ -114,7 +114,10 @@ def train(
         complaints.noted(read_hidden_states, settings.hidden_states)
     with complaints.noting():
         if (init := begun_with(settings)) is not None:
-            kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
+            if not Path(init).exists():
+                check_place(init)
+            else:
+                kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
     accelerator = complaints.noted(make_accelerator, settings, run_folder(out), model.device)
     complaints.check()
     assert documents is not None and accelerator is not None

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.errors import Complaints, UsageError, counted
-from blockdraft.formats.zlab import read_checkpoint, read_config
+from blockdraft.formats import read_drafter
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.settings import Count, Layers, Natural, settings
@@ -91,7 +91,8 @@ class DFlashRecipe(Recipe):
     )
     init: str | None = Field(
         None,
-        description="Folder of a drafter with as many layers or fewer, whose weights training starts from; None "
+        description="Drafter with as many layers or fewer, whose weights training starts from, as `--drafter` names "
+        "it: a folder, a GGUF file, a hub name, or bundled; None "
         "starts from random weights.",
     )
     checkpoint_activations: bool = Field(
@@ -182,7 +183,9 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
                 need(recipe.draft_vocab <= most, "draft_vocab", recipe.draft_vocab, limit)
         if recipe.init is not None:
             with complaints.noting():
-                init = read_config(Path(recipe.init), vocabulary)
+                init = read_drafter(recipe.init, vocabulary, target.num_layers).config
+                is_dflash = isinstance(init, DraftConfig)
+                need(is_dflash, f"the kind of {recipe.init}", type(init).__name__, "a DFlash drafter")
         if recipe.layers is None:
             choices["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
         if init is not None and recipe.target_layers is None:
@@ -259,7 +262,8 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         Raises:
             ValueError: Anything else differs.
         """
-        config, tensors = read_checkpoint(path, vocabulary)
+        drafter = read_drafter(path, vocabulary, network.config.num_target_layers)
+        config, tensors = drafter.config, drafter.tensors
         depth = config.num_hidden_layers
         for field in fields(config):
             ours, theirs = getattr(network.config, field.name, None), getattr(config, field.name)
