@@ -17,7 +17,7 @@ from blockdraft.targets import Target, describe_target, load_target
 from blockdraft.targets.native import NativeTarget
 
 FAMILY = "qwen3_5_text"
-HOW = pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+HOW = pytest.mark.parametrize("way", ["", pytest.param("exact", marks=pytest.mark.slow), "compiled"])
 
 
 @pytest.fixture(scope="module")
@@ -25,31 +25,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(FAMILY, tmp_path_factory.mktemp(FAMILY))
 
 
-def native(folder: Path, exact: bool = False) -> NativeTarget:
-    target = load_target(folder, dtype="float32", device="cpu", exact=exact)
-    assert isinstance(target, NativeTarget) and target.running == (
-        f"native, compiled products{', exact' if exact else ''}"
-    )
+def native(folder: Path, way: str = "") -> NativeTarget:
+    compiled = "on" if way == "compiled" else "off"
+    target = load_target(folder, "float32", "cpu", compile=compiled, exact=way == "exact")
+    assert isinstance(target, NativeTarget) and target.running == ", ".join(filter(None, ["native", way]))
     return target
 
 
 @HOW
 def test_nodes_of_trees_and_lines_are_scored_as_their_paths_alone(
-    folder: Path, exact: bool, scatter: Callable[..., Any]
+    folder: Path, way: str, scatter: Callable[..., Any]
 ) -> None:
-    check_scores(native(folder, exact), make_model(FAMILY), scatter)
+    check_scores(native(folder, way), make_model(FAMILY), scatter)
 
 
 @HOW
 @pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 9])
-def test_drafting_changes_no_answer(folder: Path, exact: bool, budget: int) -> None:
-    check_drafting(native(folder, exact), budget)
+def test_drafting_changes_no_answer(folder: Path, way: str, budget: int) -> None:
+    check_drafting(native(folder, way), budget)
 
 
 @HOW
-def test_rows_keep_any_beginning_of_a_long_line(folder: Path, exact: bool) -> None:
+def test_rows_keep_any_beginning_of_a_long_line(folder: Path, way: str) -> None:
     """The line is longer than a chunk."""
-    target, model = native(folder, exact), make_model(FAMILY)
+    target, model = native(folder, way), make_model(FAMILY)
     count, kept = 2 * CHUNK + 9, [2 * CHUNK + 9, CHUNK + 3, 2]
     tokens = torch.randint(3, 61, (3, count), generator=torch.Generator().manual_seed(1))
     cache = target.new_cache(3, count + 1)
@@ -66,7 +65,7 @@ def test_rows_keep_any_beginning_of_a_long_line(folder: Path, exact: bool) -> No
 
 def test_exact_states_have_the_same_bits_however_they_came_about(folder: Path) -> None:
     """Token by token, as a line, or along a path of a tree that takes several pieces."""
-    target, random = native(folder, exact=True), torch.Generator().manual_seed(1)
+    target, random = native(folder, "exact"), torch.Generator().manual_seed(1)
     text = torch.randint(3, 61, (1, 24), generator=random)
 
     def read(*, pieces: list[int]) -> Any:
@@ -107,8 +106,6 @@ def test_what_takes_states_that_can_be_cut_is_refused(folder: Path) -> None:
     assert not target.can_truncate
     with pytest.raises(ValueError, match=r"draft model .* recurrent"):
         DraftLMDrafter(target, target)
-    with pytest.raises(ValueError, match="it has recurrent layers, whose weights it neither quantizes"):
-        load_target(folder, device="cpu", quantize="int8")
 
 
 def test_the_text_part_of_a_model_with_pictures_is_run_as_transformers_does(tmp_path: Path) -> None:

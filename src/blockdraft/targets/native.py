@@ -20,6 +20,7 @@ from blockdraft.kernels.cpu.build import Build
 from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
 from blockdraft.kernels.cpu.library import Library, one_torch_thread
+from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache
 from blockdraft.kernels.cpu.threads import use_best_threads
 from blockdraft.kernels.cuda.compiler import Compiler
 from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
@@ -82,7 +83,7 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         set_max_context(target, options.max_context)
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
-    special = read.decoder.config.decode_only
+    special = read.decoder.config.uncaptured
     if on_gpu and options.compile != "off" and not options.exact and not special:
         compiler = Compiler(options.torch_device, in_background=options.compile == "auto")
         target.capture(CudaRecorder(options.torch_device), compiler)
@@ -220,6 +221,8 @@ class NativeTarget(CheckpointTarget):
         return None if self.compiled is None else CPU_BLOCK_SIZE
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
+        if self.compiled is not None and self.compiled.states is not None:
+            return CompiledRecurrentCache(batch, capacity, self.compiled.states)
         return KVCache(batch, capacity) if self.can_truncate else RecurrentCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
@@ -229,7 +232,8 @@ class NativeTarget(CheckpointTarget):
         memories = config.memories.items()
         a_token = sum(2 * len(layers) * heads * size(head_dim) * itemsize for (heads, head_dim), layers in memories)
         a_token += config.convolved_layers * config.hidden_size * self._inputs_dtype.itemsize
-        return batch * (capacity * a_token + _state_bytes(config, self.dtype))
+        states = None if self.compiled is None else self.compiled.states
+        return batch * (capacity * a_token + (_state_bytes(config, self.dtype) if states is None else states.nbytes))
 
     def weight_bytes(self) -> int:
         return self.decoder.nbytes
@@ -240,7 +244,9 @@ class NativeTarget(CheckpointTarget):
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         if self.compiled is not None:
-            return self.compiled.workspace_bytes(batch, nodes, slots)
+            states = self.compiled.states
+            recurrent = 0 if states is None else batch * states.working_bytes(nodes)
+            return self.compiled.workspace_bytes(batch, nodes, slots) + recurrent
         config, scored = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
         head_dim = max(head_dim for _, head_dim in config.memories)
         attention_widths = (5 if config.gated else 3) * config.num_heads * head_dim
@@ -535,7 +541,7 @@ def _recurrent_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, node
         return 0
     wide, scored = torch.promote_types(dtype, torch.float32).itemsize, batch * nodes
     entering = net.value_heads * (2 * net.key_dim + net.value_dim)
-    left = scored * (sum(net.inputs.values()) * dtype.itemsize + (entering + net.values) * wide)
+    left = scored * (sum([*net.inputs.values(), *net.gates.values()]) * dtype.itemsize + (entering + net.values) * wide)
     # One layer at a time has the window of the convolution, and some tensors of pairs of nodes of one sequence.
     pairs = 6 * scored * net.value_heads * min(nodes, MOST_TREE)
     working = (2 * scored * net.channels + 2 * scored * entering + pairs) * wide

@@ -6,13 +6,14 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.cpu.library import (
+    DELTA_GATES,
     KINDS,
     LAYER_INPUTS,
     NORMS,
@@ -26,6 +27,7 @@ from blockdraft.kernels.cpu.library import (
     num_threads,
     return_pool,
 )
+from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache, StateShape
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
@@ -35,6 +37,7 @@ from blockdraft.nn.packed import check_tokens
 MOST_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
 MOST_CHOSEN = 1024  # experts that a token uses
 MOST_SHAPES = 2  # of heads
+MOST_KEY = 256  # numbers of the longest key of a delta net
 FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the sequences
 EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
@@ -43,8 +46,8 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     """Return why a decoder has no compiled forward pass, or None if it has one."""
     if config.activation not in ("silu", "gelu_pytorch_tanh"):
         return f"it does not know the activation {config.activation}"
-    if config.delta_net is not None:
-        return "it does not know recurrent layers"
+    if config.delta_net is not None and config.delta_net.key_dim > MOST_KEY:
+        return f"keys of its delta nets have more than {MOST_KEY} numbers"
     if len(config.memories) > MOST_SHAPES:
         return f"it does not know heads of more than {MOST_SHAPES} shapes"
     if config.layer_input_size and config.layer_input_vocab < config.vocab_size:
@@ -181,6 +184,7 @@ class CompiledDecoder(CompiledLayers):
         library: As given.
         embedding, head: Embedding table and output head in the form of the library.
         lends_head: Whether the head alone gives the target's logits.
+        states: Shape of the states of delta nets, or None without any.
     """
 
     def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
@@ -189,13 +193,17 @@ class CompiledDecoder(CompiledLayers):
         self._decoder = decoder
         layer: Any  # types of submodules are unknown
         for own, layer in zip(self._layers, decoder.layers, strict=True):
-            for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS):
+            for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS, DELTA_GATES):
                 if hasattr(layer, name):
                     setattr(own, name, library.linear(getattr(layer, name)))
             for name in (*NORMS, *NORMS_BESIDE, "after_input"):
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
-            if layer.convolution is not None:
+            if layer.delta_net is not None:
+                net = layer.delta_net
+                own.delta_filter, own.delta_norm = self._pointer(net.kernel), self._pointer(net.weight)
+                own.fading, own.fading_bias = self._pointer(net.fading), self._pointer(net.fading_bias)
+            elif layer.convolution is not None:
                 own.filter = self._pointer(layer.convolution.kernel)
             elif config.mixed:
                 self._set_shape(own, layer, config)
@@ -222,6 +230,13 @@ class CompiledDecoder(CompiledLayers):
         if config.layer_input_size:
             inputs = {name: library.linear(getattr(decoder, name)) for name in ("input_table", "input_projection")}
             inputs |= {"input_norm": self._pointer(decoder.input_norm.weight), "input_size": config.layer_input_size}
+        delta: dict[str, Any] = {}
+        self.states: StateShape | None = None
+        if config.delta_net is not None:
+            net = config.delta_net
+            self.states = StateShape(net, config.recurrent_layers, library.lanes)
+            delta = {name: getattr(net, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "tiled")}
+            delta |= {"delta_kernel": net.kernel, "recurrent_layers": config.recurrent_layers}
         clamped, numbers_of_layers = config.clamped, range(len(config.layers))
         self._model = ModelFields(
             layers=self._layers,
@@ -244,8 +259,10 @@ class CompiledDecoder(CompiledLayers):
             kernel=config.conv_kernel,
             clamp_alpha=0.0 if clamped is None else clamped.alpha,
             clamp_limit=0.0 if clamped is None else clamped.limit,
+            gated=config.gated,
             **routing,
             **inputs,
+            **delta,
         )
 
     def _set_shape(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
@@ -330,11 +347,25 @@ class CompiledDecoder(CompiledLayers):
             second_layer_stride=second.stride(0),
             second_head_stride=second.stride(1),
         )
-        self._run(call, end, tokens)
+        if isinstance(cache, CompiledRecurrentCache):
+            again = partial(self._read_again, tokens, cache, memories)
+            counts = [count] * batch if logits_at is None else (logits_at + 1).tolist()
+            with cache.recurring(parents, counts, logits_at is not None, again) as call.recurrent:
+                self._run(call, end, tokens)
+        else:
+            self._run(call, end, tokens)
         if hidden_states is not None and self._unscale != (1, 1):
             factors = [self._unscale[layer == len(config.layers)] for layer in target_layers]
             hidden_states.unflatten(2, (len(factors), config.hidden_size)).mul_(torch.tensor(factors).unsqueeze(-1))
         return logits, hidden_states, best
+
+    def _read_again(
+        self, tokens: Tensor, cache: CompiledRecurrentCache, memories: Sequence[Tensor], row: int, count: int
+    ) -> None:
+        """Read the first tokens of one sequence of an earlier call again, which were a chain."""
+        own, last = tokens[row : row + 1, :count], torch.tensor([count - 1])
+        parents = torch.arange(-1, count - 1)[None]
+        self.forward(own, parents, cache.of([cache.starts[row]]), memories, logits_at=last)
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
         config, tables = self._decoder.config, {}
