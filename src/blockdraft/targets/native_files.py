@@ -104,8 +104,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         if weight.ndim != 2:
             return weight.to(device, dtype, copy=True)  # without a copy it would keep its file mapped
         if quantize is not None:
-            bits = TABLE_BITS if name in (TABLE, HEAD) or wanted.is_gate(name) else BITS[quantize]
-            return _rounded_weight(weight if dtype == torch.float32 else weight.to(dtype), bits)
+            return quantize_matrix(wanted, name, weight, BITS[quantize], dtype)
         return weight.to(device, dtype) if library is None else weight
 
     with loading(path):
@@ -184,8 +183,10 @@ def packing(read: Read, kernels: Kernels) -> Make:
     return make
 
 
-def _rounded_weight(weight: Tensor, bits: int) -> QuantizedWeight:
-    """Quantize a matrix of a checkpoint."""
+def quantize_matrix(wanted: DecoderConfig, name: str, weight: Tensor, bits: int, dtype: torch.dtype) -> QuantizedWeight:
+    """Quantize a matrix of a checkpoint to `bits`, or to `TABLE_BITS` where fewer would lose most."""
+    bits = TABLE_BITS if name in (TABLE, HEAD) or wanted.is_gate(name) else bits
+    weight = weight if dtype == torch.float32 else weight.to(dtype)
     return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
 
 

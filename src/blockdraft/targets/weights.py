@@ -81,14 +81,14 @@ def open_weights(
             tensors, source = read_quantized(quantization, tensors), str(quantization.get(SOURCE) or "")
         except NotRead as refused:
             raise NotCovered(str(refused)) from refused
-    tensors = _experts_apart(own_tensors(config, tensors))
+    tensors = experts_apart(own_tensors(config, tensors))
     if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
         tensors[TABLE] = tensors[HEAD]
     _check_tensors(wanted, tensors)
     return tensors, source
 
 
-def _experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Split tensors of all experts of a layer, as newer checkpoints have them, into matrices of one expert each."""
     apart = {}
     for name, whole in tensors.items():

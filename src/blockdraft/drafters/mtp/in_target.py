@@ -88,6 +88,14 @@ class StoredHead:
         """Whether its MLP is a mixture of experts."""
         return any(".mlp.experts." in name for name in self.tensors)
 
+    @property
+    def parts(self) -> tuple[dict[str, Stored], dict[str, Stored]]:
+        """Tensors of the layer by their names in a layer, and those around it by their names in `MTPHead`."""
+        around = {f"{own}.weight": name for name, own in self.around.items()}
+        outside = {around[name]: tensor for name, tensor in self.tensors.items() if name in around}
+        layer = {name.removeprefix(self.layer): tensor for name, tensor in self.tensors.items() if name not in around}
+        return layer, outside
+
     def read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Read the tensors of `MTPHead` in the checkpoint's dtype, by their names there.
 

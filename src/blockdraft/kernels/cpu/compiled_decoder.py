@@ -90,6 +90,38 @@ def chain_parents(batch: int, count: int) -> array[int]:
     return numbers(list(range(-1, count - 1)) * batch)
 
 
+def shape_fields(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of `Model` of calls.h that describe the shapes of some layers of a decoder."""
+    fields: dict[str, Any] = {
+        "num_layers": len(layers),
+        "hidden": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": max(map(config.kv_heads_of, layers)),
+        "head_dim": max(map(config.head_dim_of, layers)),
+        "inner": max(config.dense_inner_size(layer) for layer in layers),
+        "gelu": config.activation != "silu",
+        "rotated": config.rotated,
+        "attention_scale": config.query_scale,
+        "attention_cap": config.attention_softcap or 0.0,
+        "kernel": config.conv_kernel,
+        "gated": config.gated,
+    }
+    if config.clamped is not None:
+        fields |= {"clamp_alpha": config.clamped.alpha, "clamp_limit": config.clamped.limit}
+    if config.experts is not None:
+        experts = config.experts
+        fields |= {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
+        fields |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
+        fields |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
+    recurrent = sum(config.layers[layer].recurrent for layer in layers)
+    if config.delta_net is not None and recurrent:
+        net = config.delta_net
+        names = ("key_heads", "value_heads", "key_dim", "value_dim", "tiled")
+        fields |= {name: getattr(net, name) for name in names}
+        fields |= {"delta_kernel": net.kernel, "recurrent_layers": recurrent}
+    return fields
+
+
 class CompiledLayers(ABC):
     """Layers in the form of `decoder.c`, with their tables of angles and the workspace of calls.
 
@@ -162,7 +194,46 @@ class CompiledLayers(ABC):
                 check_tokens(tokens, self._model.embedding.outputs)
             raise
 
-    def _pointer(self, weight: Tensor) -> int:
+    def _set_layer(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
+        """Set the fields of a layer of a decoder, whose weights are packed for the library."""
+        for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS, DELTA_GATES):
+            if hasattr(layer, name):
+                setattr(own, name, self.library.linear(getattr(layer, name)))
+        for name in (*NORMS, *NORMS_BESIDE, "after_input"):
+            norm: Norm | None = getattr(layer, name, None)
+            setattr(own, name, None if norm is None else self._exact_pointer(norm.weight))
+        if layer.delta_net is not None:
+            net = layer.delta_net
+            own.delta_filter, own.delta_norm = self._exact_pointer(net.kernel), self._exact_pointer(net.weight)
+            own.fading, own.fading_bias = self._exact_pointer(net.fading), self._exact_pointer(net.fading_bias)
+        elif layer.convolution is not None:
+            own.filter = self._exact_pointer(layer.convolution.kernel)
+        elif config.mixed:
+            self._set_shape(own, layer, config)
+        elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
+            own.query_norm = self._exact_pointer(layer.qk_norm.weight[0])
+            own.key_norm = self._exact_pointer(layer.qk_norm.weight[-1])
+        if layer.expert_bias is not None:
+            own.expert_bias = self._exact_pointer(layer.expert_bias)
+        own.sinks = None if layer.sinks is None else self._exact_pointer(layer.sinks)
+        own.window = config.layers[layer.number].window or 0
+
+    def _set_shape(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
+        """Set the fields of a layer whose shape differs from others'."""
+        number = layer.number
+        kind = config.layers[number]
+        keys_of = number if kind.keys_of is None else kind.keys_of
+        stores = list(config.memories.values())
+        second = keys_of not in stores[0]
+        own.head_dim, own.kv_heads = config.head_dim_of(number), config.kv_heads_of(number)
+        own.inner, own.place, own.second = config.dense_inner_size(number), stores[second].index(keys_of), second
+        own.shared, own.values_are_keys, own.scale = keys_of != number, kind.values_are_keys, float(layer.scalar)
+        own.query_norm = self._exact_pointer(layer.query_norm.weight)
+        own.key_norm = None if own.shared else self._exact_pointer(layer.key_norm.weight)
+        if layer.expert_scale is not None:
+            own.expert_scale = self._exact_pointer(layer.expert_scale)
+
+    def _exact_pointer(self, weight: Tensor) -> int:
         """Return a pointer to the weight in float32, which this object owns."""
         owned = weight.detach().float().contiguous()
         self._owners.append(owned)
@@ -191,94 +262,35 @@ class CompiledDecoder(CompiledLayers):
         config = decoder.config
         super().__init__(library, len(config.layers), max_context)
         self._decoder = decoder
-        layer: Any  # types of submodules are unknown
         for own, layer in zip(self._layers, decoder.layers, strict=True):
-            for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS, DELTA_GATES):
-                if hasattr(layer, name):
-                    setattr(own, name, library.linear(getattr(layer, name)))
-            for name in (*NORMS, *NORMS_BESIDE, "after_input"):
-                norm: Norm | None = getattr(layer, name, None)
-                setattr(own, name, None if norm is None else self._pointer(norm.weight))
-            if layer.delta_net is not None:
-                net = layer.delta_net
-                own.delta_filter, own.delta_norm = self._pointer(net.kernel), self._pointer(net.weight)
-                own.fading, own.fading_bias = self._pointer(net.fading), self._pointer(net.fading_bias)
-            elif layer.convolution is not None:
-                own.filter = self._pointer(layer.convolution.kernel)
-            elif config.mixed:
-                self._set_shape(own, layer, config)
-            elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
-                own.query_norm = self._pointer(layer.qk_norm.weight[0])
-                own.key_norm = self._pointer(layer.qk_norm.weight[-1])
-            if layer.expert_bias is not None:
-                own.expert_bias = self._pointer(layer.expert_bias)
-            own.sinks = None if layer.sinks is None else self._pointer(layer.sinks)
-            own.window = config.layers[layer.number].window or 0
+            self._set_layer(own, layer, config)
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
         self.lends_head = config.logit_scale == 1
         # The library computes with hidden states over `residual_scale`, so that what layers add needs no factor, and
         # with the head's input times `logit_scale`.
         residual = config.residual_scale
         self._unscale = residual, 1 / config.logit_scale
-        routing: dict[str, float] = {}
-        if config.experts is not None:
-            experts = config.experts
-            routing = {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
-            routing |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
-            routing |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
         inputs: dict[str, Any] = {}
         if config.layer_input_size:
             inputs = {name: library.linear(getattr(decoder, name)) for name in ("input_table", "input_projection")}
-            inputs |= {"input_norm": self._pointer(decoder.input_norm.weight), "input_size": config.layer_input_size}
-        delta: dict[str, Any] = {}
+            inputs |= {
+                "input_norm": self._exact_pointer(decoder.input_norm.weight),
+                "input_size": config.layer_input_size,
+            }
         self.states: StateShape | None = None
         if config.delta_net is not None:
-            net = config.delta_net
-            self.states = StateShape(net, config.recurrent_layers, library.lanes)
-            delta = {name: getattr(net, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "tiled")}
-            delta |= {"delta_kernel": net.kernel, "recurrent_layers": config.recurrent_layers}
-        clamped, numbers_of_layers = config.clamped, range(len(config.layers))
+            self.states = StateShape(config.delta_net, config.recurrent_layers, library.lanes)
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,
             head=self.head,
-            norm=self._pointer(decoder.norm.weight.float() * config.logit_scale),
-            num_layers=len(config.layers),
-            hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=max(map(config.kv_heads_of, numbers_of_layers)),
-            head_dim=max(map(config.head_dim_of, numbers_of_layers)),
-            inner=max(config.dense_inner_size(layer) for layer in numbers_of_layers),
-            gelu=config.activation != "silu",
-            rotated=config.rotated,
+            norm=self._exact_pointer(decoder.norm.weight.float() * config.logit_scale),
             eps=config.norm_eps / residual**2,
             embedding_scale=decoder.embedding_scale / residual,
-            attention_scale=config.query_scale,
-            attention_cap=config.attention_softcap or 0.0,
             logit_cap=config.final_softcap or 0.0,
-            kernel=config.conv_kernel,
-            clamp_alpha=0.0 if clamped is None else clamped.alpha,
-            clamp_limit=0.0 if clamped is None else clamped.limit,
-            gated=config.gated,
-            **routing,
+            **shape_fields(config, range(len(config.layers))),
             **inputs,
-            **delta,
         )
-
-    def _set_shape(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
-        """Set the fields of a layer whose shape differs from others'."""
-        number = layer.number
-        kind = config.layers[number]
-        keys_of = number if kind.keys_of is None else kind.keys_of
-        stores = list(config.memories.values())
-        second = keys_of not in stores[0]
-        own.head_dim, own.kv_heads = config.head_dim_of(number), config.kv_heads_of(number)
-        own.inner, own.place, own.second = config.dense_inner_size(number), stores[second].index(keys_of), second
-        own.shared, own.values_are_keys, own.scale = keys_of != number, kind.values_are_keys, float(layer.scalar)
-        own.query_norm = self._pointer(layer.query_norm.weight)
-        own.key_norm = None if own.shared else self._pointer(layer.key_norm.weight)
-        if layer.expert_scale is not None:
-            own.expert_scale = self._pointer(layer.expert_scale)
 
     def forward(
         self,
