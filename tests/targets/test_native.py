@@ -385,21 +385,21 @@ def test_what_the_decoder_does_not_know_is_left_to_transformers(
     assert load_target(folder, backend="hf").backend_reason is None
 
 
-def test_recurrent_layers_are_not_compiled(folders: dict[str, Path]) -> None:
-    folder, unknown = folders["qwen3_5_text-odd"], "it does not know recurrent layers"
-    target = load_target(folder, device="cpu")
-    assert target.running == "native, compiled products" and target.compile_reason == unknown  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=f"no compiled forward: {unknown}. Use compile auto or off"):
-        load_target(folder, device="cpu", compile="on")
-
-
-@pytest.mark.parametrize(("name", "part"), [("qwen3_moe", "routed experts"), ("qwen3_5_text-odd", "recurrent layers")])
-def test_experts_and_recurrent_layers_are_not_quantized_at_load_time(
-    folders: dict[str, Path], name: str, part: str
-) -> None:
+def test_experts_are_not_quantized_at_load_time(folders: dict[str, Path]) -> None:
+    folder, part = folders["qwen3_moe"], "routed experts"
     with pytest.raises(ValueError, match=f"it has {part}, whose weights it neither quantizes nor reads"):
-        load_target(folders[name], device="cpu", quantize="int8")
-    with pytest.raises(ValueError, match=f"cannot be quantized: it has {part}"), open_checkpoint(folders[name]):
+        load_target(folder, device="cpu", quantize="int8")
+    with pytest.raises(ValueError, match=f"cannot be quantized: it has {part}"), open_checkpoint(folder):
+        pass
+
+
+def test_recurrent_layers_are_quantized_and_not_exported(folders: dict[str, Path]) -> None:
+    folder = folders["qwen3_5_text-odd"]
+    target: Any = load_target(folder, device="cpu", quantize="int4")
+    layer = target.decoder.layers[1]
+    assert layer.qkv.bits == 4 and layer.delta_gates.bits == 8
+    refused = pytest.raises(ValueError, match="cannot be exported: it has recurrent layers")
+    with refused, open_checkpoint(folder, doing="exported"):
         pass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class KVSlots:
 
     def __init__(self, runner: Runner, slots: int, prefix_tokens: int, prefix_store: PrefixStore | None = None) -> None:
         self._runner, self._prefix_tokens, self._prefix_store = runner, prefix_tokens, prefix_store
-        self._can_share = runner.target.can_truncate
+        self._can_share = runner.target.can_truncate or runner.target.keeps_checkpoints
         self._free = FreeSlots(slots)
         self._index = PrefixIndex()  # of running and finished sequences
         self._finished: OrderedDict[int, list[int]] = OrderedDict()  # tokens by first slot, least recently used first
@@ -59,10 +59,14 @@ class KVSlots:
         # A prompt with log probabilities must be scored, not copied.
         if not self._can_share or request.params.prompt_logprobs is not None:
             return None
-        prefix = self._index.longest(request.prompt[:-1])
+        prefix = self._index.longest(request.prompt[:-1], self._reusable)
         if prefix is not None and prefix.start in self._finished:
             self._finished.move_to_end(prefix.start)
         return prefix
+
+    def _reusable(self, start: int, length: int) -> int:
+        """Return how many of the first `length` tokens of a sequence can be copied, once it has read them."""
+        return self._runner.reusable(start, length) if start in self._finished else length
 
     def allocate(self, request: Request) -> int | None:
         """Open a sequence for a request, evicting finished sequences if that makes room.
@@ -145,8 +149,8 @@ class KVSlots:
         tokens = request.prompt[: request.instruction_tokens]
         if store is None or request.failure is not None or sequence.prefilled < len(tokens):
             return
-        length = store.length_to_store(tokens)
-        if not length:
+        length = self._runner.reusable(sequence.start, store.length_to_store(tokens))
+        if length < store.min_tokens:
             return
         try:
             tensors = self._runner.export(sequence.start, length)
@@ -246,10 +250,13 @@ class PrefixIndex:
             if not self._starts[key]:
                 del self._starts[key]
 
-    def longest(self, tokens: Sequence[int]) -> Prefix | None:
+    def longest(self, tokens: Sequence[int], reusable: Callable[[int, int], int] = lambda _, n: n) -> Prefix | None:
         """Return the longest prefix of these tokens that a sequence holds, or None if it is shorter than a block.
 
         Ties go to the sequence that was indexed first.
+
+        Args:
+            reusable: Returns how many of a sequence's first tokens can be used. It takes its start and their number.
         """
         candidates: Iterable[int] = ()
         for key in _hashes(tokens):
@@ -257,7 +264,7 @@ class PrefixIndex:
                 break
             candidates = self._starts[key]
         # Different blocks may have one hash, so the tokens are compared.
-        lengths = {start: common_length(self._tokens[start], tokens) for start in candidates}
+        lengths = {start: reusable(start, common_length(self._tokens[start], tokens)) for start in candidates}
         start = max(lengths, key=lengths.__getitem__, default=None)
         return Prefix(start, lengths[start]) if start is not None and lengths[start] >= BLOCK else None
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 SCORED_TOKENS = 256  # tokens per read of a prompt with log probabilities, whose logits take much memory
 LOG_SECONDS = 5.0  # of prefill between two lines in the log
 IDLE_READS = 4  # reads of `prefill_tokens` in a step without a batch to decode
+LAST_TOKENS = 16  # of a prompt that are read apart
 MAX_PASSED = 16  # requests that pass the oldest waiting one, and steps in which the oldest prompt is not read
 TYPING_SECONDS = 5.0  # after an urgent request, in which the next one is expected
 TYPING_READS = 4  # parts of `prefill_tokens` in which long prompts are read meanwhile, so that it waits less
@@ -208,6 +209,7 @@ class Scheduler:
             length = 0 if source.request.failure is not None else min(length, source.prefilled)
         if source is None or source.prefilled >= length:
             del self._sources[sequence]
+            length = self._runner.reusable(start, length)
             if length:
                 self._runner.copy(start, sequence.start, length)
                 sequence.request.num_prefilled = sequence.request.stats.remembered = length
@@ -284,7 +286,7 @@ class Scheduler:
         typing = time.monotonic() < self._typing_until
         long_tokens = -(-self._prefill_tokens // TYPING_READS) if typing else self._prefill_tokens
         for sequence in readable:
-            count = min(sequence.num_unread, self._prefill_tokens if sequence.short else long_tokens)
+            count = self._to_read(sequence, self._prefill_tokens if sequence.short else long_tokens)
             if sequence.request.params.prompt_logprobs is not None:  # is read alone
                 if chosen:
                     continue
@@ -323,6 +325,20 @@ class Scheduler:
                 log.info("Prefill: %d of %d tokens", sequence.prefilled, len(sequence.request.prompt))
             sequence.request.stats.read_seconds += seconds / len(group)
         return True
+
+    def _to_read(self, sequence: RunningSequence, most: int) -> int:
+        """Return how many tokens of a prompt to read at once.
+
+        Where a target cannot cut rows, the instructions and the last tokens of a long prompt are read apart, so that
+        there are checkpoints before them. A conversation goes on with other tokens than those that began the answer.
+        """
+        unread, count = sequence.num_unread, min(sequence.num_unread, most)
+        if not self._runner.target.keeps_checkpoints:
+            return count
+        instructions = sequence.request.instruction_tokens - sequence.prefilled
+        if 0 < instructions < count:
+            count = instructions
+        return min(count, unread - LAST_TOKENS) if unread > 2 * LAST_TOKENS else count
 
     def _decode(self, sequences: list[RunningSequence]) -> None:
         """Decode one step of sequences whose prompts have been read."""

@@ -159,7 +159,7 @@ class DecoderConfig:
 
     @property
     def decode_only(self) -> str | None:
-        """Name of a part that can be decoded with but not quantized or written, or None."""
+        """Name of a part that can be decoded with but not quantized, or None."""
         parts = {
             "routed experts": self.experts,
             "short convolutions": self.conv_kernel,
@@ -168,8 +168,8 @@ class DecoderConfig:
         return next((name for name, part in parts.items() if part), None)
 
     @property
-    def uncaptured(self) -> str | None:
-        """Name of a part that CUDA graphs and JAX do not know, or None."""
+    def unusual(self) -> str | None:
+        """Name of a part that CUDA graphs, JAX and writers of other formats do not know, or None."""
         return self.decode_only or ("recurrent layers" if self.delta_net is not None else None)
 
     def is_gate(self, name: str) -> bool:

@@ -176,6 +176,14 @@ class Ancestry:
     within: Tensor
     history: Tensor
 
+    @classmethod
+    def of_chains(cls, batch: int, count: int, kernel: int) -> Ancestry:
+        """Return that of `batch` chains of `count` nodes."""
+        size = min(count, CHUNK)
+        within = torch.ones(size, size).tril().bool()
+        own = torch.arange(kernel - 1, kernel - 1 + count) - torch.arange(kernel)[:, None]
+        return cls(within[None, None], own[:, None].expand(-1, batch, -1))
+
 
 class TreeRecurrence:
     """Recurrence over all nodes of a forward pass at once.

@@ -83,7 +83,7 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         set_max_context(target, options.max_context)
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
-    special = read.decoder.config.uncaptured
+    special = read.decoder.config.unusual
     if on_gpu and options.compile != "off" and not options.exact and not special:
         compiler = Compiler(options.torch_device, in_background=options.compile == "auto")
         target.capture(CudaRecorder(options.torch_device), compiler)
@@ -183,6 +183,10 @@ class NativeTarget(CheckpointTarget):
         self._groups = {kind.window: decoder.config.num_heads // decoder.config.kv_heads_of(n) for n, kind in kinds}
 
     @property
+    def keeps_checkpoints(self) -> bool:  # type: ignore[override]
+        return self.compiled is not None and self.compiled.states is not None
+
+    @property
     def running(self) -> str:
         parts = ["native"]
         if self.compiled is not None:
@@ -233,7 +237,9 @@ class NativeTarget(CheckpointTarget):
         a_token = sum(2 * len(layers) * heads * size(head_dim) * itemsize for (heads, head_dim), layers in memories)
         a_token += config.convolved_layers * config.hidden_size * self._inputs_dtype.itemsize
         states = None if self.compiled is None else self.compiled.states
-        return batch * (capacity * a_token + (_state_bytes(config, self.dtype) if states is None else states.nbytes))
+        if states is not None:
+            return batch * (capacity * a_token + states.nbytes) + states.checkpoint_bytes(batch * capacity)
+        return batch * (capacity * a_token + _state_bytes(config, self.dtype))
 
     def weight_bytes(self) -> int:
         return self.decoder.nbytes

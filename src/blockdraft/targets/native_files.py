@@ -85,7 +85,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
     few, config = _few_bits_of(config, options), text_part(config)
-    special = wanted.decode_only if device.type == "cpu" else wanted.uncaptured
+    special = wanted.decode_only if device.type == "cpu" else wanted.unusual
     if special and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
         raise NotCovered(f"it has {special}, whose weights it neither quantizes nor reads quantized")
     reason = "compile is off" if compile == "off" else why_not(wanted, dtype, device)

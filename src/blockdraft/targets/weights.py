@@ -44,6 +44,7 @@ COMPANIONS = (  # files of a checkpoint beside config.json and weights
     "merges.txt",
     "tokenizer.model",
 )
+QUANTIZED = "quantized"  # usual `doing` of `open_checkpoint`
 READ = "read"  # `doing` of `open_checkpoint` that every checkpoint supports
 
 
@@ -156,7 +157,7 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "quantized"
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = QUANTIZED
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of a family that the native decoder supports, on the CPU, without reading all weights.
 
@@ -185,8 +186,9 @@ def open_checkpoint(
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    if wanted.decode_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}. Decode with it as it is.")
+    special = wanted.decode_only if doing == QUANTIZED else wanted.unusual
+    if special and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {special}. Decode with it as it is.")
     raw = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:

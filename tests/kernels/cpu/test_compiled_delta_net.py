@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain, chain_parents
+from blockdraft.kernels.cpu import recurrent_cache
 from blockdraft.kernels.cpu.recurrent_cache import MAX_TRAIL
 from blockdraft.targets import TargetOutput, load_target
 
@@ -222,7 +223,80 @@ def test_memory_is_planned(folders: dict[str, Path]) -> None:
     cache, tokens = target.new_cache(3, 10), torch.full((3, 2), 5)
     target.forward(tokens, chain_parents(3, 2), cache)
     cache.commit([[0, 1]] * 3)
-    assert target.cache_bytes(3, 10) == cache.nbytes + cache.state_bytes
+    checkpoints = target.compiled.states.checkpoint_bytes(30)
+    assert target.cache_bytes(3, 10) == cache.nbytes + cache.state_bytes + checkpoints
     rows = cache._rows.values()
     trails = sum(row.past.nbytes + row.trail.nbytes for row in rows)
     assert 0 < trails < target.forward_bytes(3, 2, 10) - target.compiled.workspace_bytes(3, 2, 10)
+
+
+def test_rows_are_copied_at_checkpoints_and_exported_and_loaded(target: Any) -> None:
+    tokens, block = text(60), text(5, 1)
+    cache = target.new_cache(4, 100)
+    own, sizes = cache.of([0]), [30, 20, 10]
+    for first, size in zip((0, 30, 50), sizes, strict=True):
+        part = tokens[:, first : first + size]
+        target.forward(part, chain(part).parents, own, LAYERS, torch.tensor([size - 1]))
+        own.commit([range(size)])
+    score(target, own, block)
+    own.commit([[0, 1]])
+    assert [cache.reusable(0, length) for length in (29, 30, 49, 50, 61, 62, 99)] == [0, 30, 30, 50, 60, 62, 62]
+    expected = {}
+    for start, length in ((100, 50), (200, 62), (300, 30)):
+        cache.copy(0, start, length)
+        assert cache.of([start]).lengths == [length]
+        whole = torch.cat([tokens, block[:, :2]], dim=1)[:, :length]
+        expected[start] = score(target, read(target, whole), block)
+    for _ in range(2):  # a forward pass changes neither the source nor the checkpoint
+        for start in expected:
+            assert same(score(target, cache.of([start]), block), expected[start])
+    cache.of([100]).commit([[0, 1, 2]])
+    score(target, cache.of([100]), block)
+    cache.close(100)
+    cache.open(100, 100)
+    cache.copy(0, 100, 50)
+    assert same(score(target, cache.of([100]), block), expected[100])
+    assert cache.reusable(200, 55) == 50  # checkpoints are copied too
+    for length in (50, 62):
+        tensors = cache.export(0, length)
+        other = target.new_cache(1, 100)
+        other.load(0, [0] * length, tensors)
+        assert other.lengths == [length]
+        assert same(score(target, other, block), expected[100 if length == 50 else 200])
+    cache.close(0)
+    assert same(score(target, cache.of([200]), block), expected[200])
+
+
+def test_checkpoints_are_far_apart_and_within_a_limit(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent_cache, "CHECKPOINT_TOKENS", 64)
+    target = load(folders)
+    cache, size = target.new_cache(1, 400), target.compiled.states.nbytes
+
+    def reads(count: int) -> None:
+        part = text(count)
+        target.forward(part, chain(part).parents, cache, LAYERS, torch.tensor([count - 1]))
+        cache.commit([range(count)])
+
+    for _ in range(12):
+        reads(30)
+    assert cache._lengths_kept(0) == [60, 120, 180, 240, 300, 330, 360]
+    monkeypatch.setattr(recurrent_cache, "CHECKPOINT_BYTES", 2 * size)
+    reads(10)
+    assert cache._lengths_kept(0) == [360, 370] and cache.checkpoint_bytes == 2 * size
+
+
+def test_a_finished_sequence_is_copied_only(folders: dict[str, Path]) -> None:
+    target, tokens, block = load(folders), text(40), text(5, 1)
+    cache = target.new_cache(2, 100)
+    own = cache.of([0])
+    for part in (tokens[:, :30], tokens[:, 30:]):
+        target.forward(part, chain(part).parents, own)
+        own.commit([range(part.size(1))])
+    cache.shrink(0, 40)
+    assert cache.state_bytes == 0 and cache.checkpoint_bytes >= target.compiled.states.nbytes
+    cache.copy(0, 100, 40)
+    assert same(score(target, cache.of([100]), block), score(target, read(target, tokens), block))
+    with pytest.raises(AssertionError, match="truncated"):
+        cache.shrink(100, 39)
