@@ -23,6 +23,7 @@ from blockdraft.drafters.load import (
     drafter_of,
     drafter_path,
     entries,
+    held_drafters,
     joined,
     load_drafter,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "drafter_of",
     "drafter_path",
     "entries",
+    "held_drafters",
     "joined",
     "load_drafter",
     "slots_behind",

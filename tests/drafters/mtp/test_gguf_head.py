@@ -150,6 +150,8 @@ def test_the_head_in_a_folder_is_compiled_for_a_compiled_target(family: str, tmp
         assert isinstance(drafter._run, CompiledDecoderHead) and drafter.bits == (4 if "quantize" in way else None)
         plain, drafted = outputs(target, "none", Drafting(None)), outputs(target, "mtp", Drafting(4))
         assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
+    assert [part.kind for part in load_drafter(target=ours).parts] == ["lookup", "mtp"]  # the default
+    assert load_drafter(target=theirs).kind == "lookup"
     first = next(iter(head_of(family)))
     tensors = {f"mtp.{name}": weight.contiguous() for name, weight in head_of(family).items() if name != first}
     save_file(tensors, folder / "head.safetensors", {"format": "pt"})
@@ -162,6 +164,7 @@ def test_the_head_in_a_folder_is_compiled_for_a_compiled_target(family: str, tmp
 def test_quantized_heads_change_no_output(kinds: Any, family: str, tmp_path: Path) -> None:
     path = write_file(tmp_path / "model.gguf", family, kinds)
     target = load_target(path, device="cpu", compile="on")
+    assert [part.kind for part in load_drafter(target=target).parts] == ["lookup", "mtp"]  # the default
     drafter: Any = load_drafter("mtp", target=target)
     assert drafter.compile_reason is None and isinstance(drafter._run, CompiledDecoderHead)
     assert drafter.kind == "mtp" and 0 < drafter.weight_bytes() < 2 * path.stat().st_size

@@ -13,13 +13,13 @@ import torch
 from blockdraft.drafters.base import DraftCost, DrafterSpec, read_network
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.mtp.decoder_network import DecoderMTPNetwork
-from blockdraft.drafters.mtp.in_target import find_head
+from blockdraft.drafters.mtp.in_target import find_head, holds_head
 from blockdraft.drafters.mtp.network import MTPHead, MTPNetwork
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, one_layer
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.targets import DecoderHead, Target, read_decoder_head, read_gguf_head, runs_heads
+from blockdraft.targets import DecoderHead, Target, has_head, read_decoder_head, read_gguf_head, runs_heads
 
 # Model types with supported heads. In all of them, the next step reads the output of the last norm.
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -76,6 +76,20 @@ def own_head(target: Target) -> MTPHead:
     return network.to(target.device, target.dtype)
 
 
+def in_target(target: Target) -> bool:
+    """Return whether a target holds a head of a supported family that runs compiled for it."""
+    path = target.path
+    if path is None or not runs_heads(target):
+        return False
+    if is_gguf(path):
+        return has_head(open_gguf(path))
+    if not (path / "config.json").is_file() or not holds_head(path):
+        return False
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).get_text_config(decoder=True).model_type in FAMILIES
+
+
 def _of_decoder(head: DecoderHead) -> DecoderMTPNetwork:
     return DecoderMTPNetwork(head.config, head.layer, head.fc, head.norms)
 
@@ -88,4 +102,5 @@ DRAFTER = DrafterSpec(
     layouts=("mtp", "mtp_speculators"),
     drafter=MTPDrafter,
     cost=DraftCost(layers=1, block_size=4, serial=True),
+    in_target=in_target,
 )

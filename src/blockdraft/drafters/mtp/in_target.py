@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
     if prefix == QWEN:
         return StoredHead(folder, head, QWEN + LAYER, {name: QWEN + name for name in NEXTN})
     return StoredHead(folder, head, prefix, {name: prefix + own for name, own in NEXTN.items()})
+
+
+def holds_head(folder: Path) -> bool:
+    """Return whether files of a folder hold an MTP head by the names of Qwen's. Broken ones do not."""
+    with suppress(UsageError):
+        return any(name.startswith(QWEN) for name in _files(folder))
+    return False
 
 
 def _files(folder: Path) -> dict[str, Path]:
