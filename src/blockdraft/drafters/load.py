@@ -115,9 +115,9 @@ def load_drafter(
         path: Folder, GGUF file or hub name of a drafter, folder or GGUF file of a smaller language model with the
             target's tokens, or name of a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head
             in the target's folder).
-            None is that of `default_drafter`; lookup is joined with those of `held_drafters`. "bundled" is the drafter of `bundled_for`, else that of the bundled
-            target, which fits models made from it. Several drafters joined by +, such as "lookup+bundled", draft
-            together.
+            None is that of `default_drafter`; lookup is then joined with those of `held_drafters`. "bundled" is the
+            drafter of `bundled_for`, else that of the bundled target, which fits models made from it. Several drafters
+            joined by +, such as "lookup+bundled", draft together.
         target: Target to draft for. The drafter gets its dtype and device. A warning is logged if the drafter was
             trained for another target of the same shape.
         draft_vocab: Tokens that a drafter with the target's output projection may draft, so that it reads only these

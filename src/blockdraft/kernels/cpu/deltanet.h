@@ -236,7 +236,6 @@ static void run_columns(const DeltaHead *h, i64 column, float *out, i64 outs) {
         if (h->parents[node] != at) {
             at = h->parents[node], source = state;
             if (at >= 0) replay(h, state, at, column, own), source = own;
-            asks = -1;
         }
         if (asks != node) asked = ask(source, key, K);
         const vec correction = (*(const vec *)(h->values + node * h->stride + column) - asked * decay) * share;
