@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_hf_states import check_drafting, check_scores
 from tiny_families import SMALL, make_model, write_model
-from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, Qwen3_5ForConditionalGeneration, Qwen3VLForConditionalGeneration
 
 from blockdraft.decode.proposal import chain, chain_parents
 from blockdraft.drafters.draft_lm import DraftLMDrafter
@@ -129,3 +129,34 @@ def test_the_text_part_of_a_model_with_pictures_is_run_as_transformers_does(tmp_
         each.forward(tokens, chain(tokens).parents, each.new_cache(1, 4)).logits for each in (ours, theirs)
     )
     torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_part_of_qwen3_vl_is_run_as_transformers_does(tied: bool, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    seeing = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config=SMALL | {"model_type": "qwen3_vl_text", "rope_parameters": rope, "tie_word_embeddings": tied},
+        vision_config={**seeing, "out_hidden_size": SMALL["hidden_size"], "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=tied,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3VLForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = torch.tensor([[5, 9, 3, 7, 60, 4]])
+    ours = native(tmp_path, "compiled")
+    with torch.no_grad():
+        expected = model(tokens).logits
+    mine = ours.forward(tokens, chain(tokens).parents, ours.new_cache(1, 6)).logits
+    torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["", "compiled"])
+def test_projections_of_qwen3_next_are_taken_apart(way: str, tmp_path: Path) -> None:
+    target, tokens = native(write_model("qwen3_next", tmp_path), way), torch.randint(3, 61, (1, CHUNK + 9))
+    with torch.no_grad():
+        expected = make_model("qwen3_next")(tokens).logits
+    logits = target.forward(tokens, chain(tokens).parents, target.new_cache(1, CHUNK + 9)).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -37,6 +37,7 @@ from blockdraft.plugins import RUNNERS, runner_class
 from blockdraft.targets.base import TargetOutput, set_max_context
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
+from blockdraft.targets.families import context_limit
 from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.model_config import AnyConfig
 from blockdraft.targets.native_files import read_checkpoint
@@ -44,6 +45,8 @@ from blockdraft.types import CPU_BLOCK_SIZE, Compile, LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 RANK = 0
 PROBED_CONTEXT = 256  # KV slots of the sequence on which numbers of threads are tried
@@ -79,8 +82,12 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         generation_config=read.generation_config,
         source_fingerprint=read.source_fingerprint,
     )
-    if options.max_context is not None:
-        set_max_context(target, options.max_context)
+    limit = context_limit(read.config)
+    if limit is not None and limit < min(target.max_context, options.max_context or target.max_context):
+        log.warning("The context of %s ends at %d tokens: beyond, its attention is scaled by position.", path, limit)
+    longest = [length for length in (limit, options.max_context) if length is not None]
+    if longest:
+        set_max_context(target, min(longest))
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
     special = read.decoder.config.unusual
@@ -109,7 +116,7 @@ def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | No
     loaded = library.library()
     if loaded is None:
         if compile == "auto":
-            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", library.reason)
+            log.warning("The target runs uncompiled, which is slower: %s.", library.reason)
         return library.reason
     target.compiled = CompiledDecoder(target.decoder, loaded, target.max_context)
     return None
