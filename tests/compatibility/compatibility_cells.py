@@ -80,18 +80,18 @@ RECENT: dict[str, str | None] = {
     "deepseek_v32": LATENT,
     "ernie4_5": "not in the table of families",
     "ernie4_5_moe": "not in the table of families",
-    "exaone4": "norms stand behind attention and MLP alone",
+    "exaone4": "not in the table of families",
     "gemma3": None,
     "gemma4": None,
-    "glm4_moe": "its router has groups and a bias",
+    "glm4_moe": "not in the table of families",
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT,
     "gpt_oss": None,
     "kimi_k2": LATENT,
     "lfm2": None,
     "lfm2_moe": None,
-    "llama4": "its chunked attention is not in the native decoder",
-    "minimax_m2": "its router has a bias, and norms of queries and keys span all heads",
+    "llama4": "not in the table of families",
+    "minimax_m2": "not in the table of families",
     "ministral3": None,
     "mistral4": LATENT,
     "nemotron_h": MAMBA,
@@ -197,7 +197,7 @@ it supports them on the device.
 ## Recurrent layers
 
 Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut, so such a model cannot draft for
-another. Compiled for a CPU, gated delta nets keep [checkpoints](serving.md) of their states, at which requests share
+another. Compiled for a CPU, gated delta nets keep [checkpoints](architecture.md#targets) of their states, at which requests share
 prefixes; elsewhere they share none. Short convolutions keep a state only through transformers.
 
 ## Refused everywhere
