@@ -73,7 +73,7 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-# Families of the catalogue whose models came in 2025 and 2026, and why their GGUF files do not run compiled; None: they do.
+# Families of the catalogue from 2025 and 2026, and why their GGUF files do not run compiled; None: they do.
 LATENT, MAMBA = "the native decoder has no latent attention", "the native decoder has no Mamba-2 layers"
 RECENT: dict[str, str | None] = {
     "deepseek_v3": LATENT,
@@ -197,8 +197,8 @@ it supports them on the device.
 ## Recurrent layers
 
 Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut, so such a model cannot draft for
-another. Compiled for a CPU, gated delta nets keep [checkpoints](architecture.md#targets) of their states, at which requests share
-prefixes; elsewhere they share none. Short convolutions keep a state only through transformers.
+another. Compiled for a CPU, gated delta nets keep [checkpoints](architecture.md#targets) of their states, at which
+requests share prefixes; elsewhere they share none. Short convolutions keep a state only through transformers.
 
 ## Refused everywhere
 

@@ -23,7 +23,7 @@ DRAFTERS = pytest.mark.parametrize("drafter", ["none", "lookup"])
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = write_model("qwen3_5_text", tmp_path_factory.mktemp("model"))
-    loaded = load_target(folder, "float32", "cpu", compile="on")
+    loaded = load_target(folder, dtype="float32", device="cpu", compile="on")
     assert not loaded.can_truncate and loaded.keeps_checkpoints
     return loaded
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def native(folder: Path, way: str = "") -> NativeTarget:
     compiled = "on" if way == "compiled" else "off"
-    target = load_target(folder, "float32", "cpu", compile=compiled, exact=way == "exact")
+    target = load_target(folder, dtype="float32", device="cpu", compile=compiled, exact=way == "exact")
     assert isinstance(target, NativeTarget) and target.running == ", ".join(filter(None, ["native", way]))
     return target
 

@@ -125,7 +125,7 @@ def outputs(target: Target, drafter: str, drafting: Drafting) -> list[Any]:
 @pytest.mark.parametrize("way", ["off", "on"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_draft_tokens_are_those_of_the_folder(family: str, way: Any, tmp_path: Path) -> None:
-    folder = load_target(write_folder(tmp_path / "folder", family), "float32", "cpu", backend="hf")
+    folder = load_target(write_folder(tmp_path / "folder", family), dtype="float32", device="cpu", backend="hf")
     file = load_target(write_file(tmp_path / "model.gguf", family), device="cpu", compile=way)
     for drafting in (Drafting(5), Drafting(tree_budget=9)):
         wanted, actual = (outputs(target, "mtp", drafting) for target in (folder, file))
@@ -137,8 +137,8 @@ def test_draft_tokens_are_those_of_the_folder(family: str, way: Any, tmp_path: P
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_in_a_folder_is_compiled_for_a_compiled_target(family: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder", family)
-    theirs = load_target(folder, "float32", "cpu", backend="hf")
-    ours = load_target(folder, "float32", "cpu", backend="native", compile="on")
+    theirs = load_target(folder, dtype="float32", device="cpu", backend="hf")
+    ours = load_target(folder, dtype="float32", device="cpu", backend="native", compile="on")
     for drafting in (Drafting(5), Drafting(tree_budget=9)):
         wanted, actual = (outputs(target, "mtp", drafting) for target in (theirs, ours))
         assert [own.token_ids for own in actual] == [own.token_ids for own in wanted]
