@@ -47,6 +47,7 @@ READ, WRITTEN = 16, 96  # tokens of a request
 # Bytes to set in each block: the place, and the factor that makes weights of about 0.02.
 SCALES: dict[str, dict[int, np.ndarray]] = {
     "Q4_K": {0: np.array([1e-4], "<f2"), 2: np.array([6e-4], "<f2")},
+    "Q5_K": {0: np.array([5e-5], "<f2"), 2: np.array([6e-4], "<f2")},
     "Q6_K": {208: np.array([2e-5], "<f2")},
     "Q8_0": {0: np.array([3e-4], "<f2")},
     "MXFP4": {0: np.array([120], "<u1")},
@@ -134,6 +135,64 @@ def lfm2_layer(layer: int) -> Tensors:
     }
 
 
+def mlp(hidden: int, inner: int) -> Tensors:
+    norms = vectors(("attn_norm.weight", hidden), ("post_attention_norm.weight", hidden))
+    up = {f"ffn_{part}.weight": ("Q4_K", (inner, hidden)) for part in ("gate", "up")}
+    return {**norms, **up, "ffn_down.weight": ("Q6_K", (hidden, inner))}
+
+
+def qwen3_5_layer(hidden: int, inner: int, heads: int, kv_heads: int, value_heads: int) -> Callable[[int], Tensors]:
+    """Return the layers of Qwen3.5: three gated delta nets, then one with attention."""
+    values, channels = value_heads * 128, 2 * 16 * 128 + value_heads * 128
+
+    def layer(number: int) -> Tensors:
+        if number % 4 == 3:
+            own = attention("Q4_K", hidden, heads, kv_heads, 256, "Q6_K")
+            own["attn_q.weight"] = ("Q4_K", (2 * heads * 256, hidden))  # with gates
+            return {**mlp(hidden, inner), **own, **vectors(("attn_q_norm.weight", 256), ("attn_k_norm.weight", 256))}
+        return {
+            **mlp(hidden, inner),
+            "attn_qkv.weight": ("Q5_K", (channels, hidden)),
+            "attn_gate.weight": ("Q4_K", (values, hidden)),
+            **{f"ssm_{part}.weight": ("Q8_0", (value_heads, hidden)) for part in ("alpha", "beta")},
+            "ssm_conv1d.weight": ("F32", (channels, 4)),
+            **vectors(("ssm_dt.bias", value_heads), ("ssm_a", value_heads), ("ssm_norm.weight", 128)),
+            "ssm_out.weight": ("Q4_K", (hidden, values)),
+        }
+
+    return layer
+
+
+def qwen3_5_sizes(hidden: int, inner: int, heads: int, kv_heads: int, value_heads: int) -> dict[str, Any]:
+    return sizes(hidden, heads, kv_heads, 256) | {
+        "context_length": 32768,
+        "feed_forward_length": inner,
+        "rope.dimension_count": 64,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "rope.freq_base": 1e7,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 16,
+        "ssm.time_step_rank": value_heads,
+        "ssm.inner_size": value_heads * 128,
+        "full_attention_interval": 4,
+    }
+
+
+QWEN3_5_08B, QWEN3_5_4B = (1024, 3584, 8, 2, 16), (2560, 9216, 16, 4, 32)
+SMALL_VOCABULARY = 8192  # so that the layers take nearly all of the time
+
+
+def qwen3_layer_of_06b(layer: int) -> Tensors:
+    return {
+        **{name: own for name, own in mlp(1024, 3072).items() if name != "post_attention_norm.weight"},
+        **attention("Q4_K", 1024, 16, 8, 128, "Q6_K"),
+        "ffn_norm.weight": ("F32", (1024,)),
+        **vectors(("attn_q_norm.weight", 128), ("attn_k_norm.weight", 128)),
+    }
+
+
 def sizes(hidden: int, heads: int, kv_heads: int | list[int], head_dim: int, **others: Any) -> dict[str, Any]:
     return {
         "context_length": 4096,
@@ -185,6 +244,29 @@ SHAPES = {
         lfm2_layer,
         16,
     ),
+    "qwen3.5-0.8b": Shape(
+        "qwen35",
+        qwen3_5_sizes(*QWEN3_5_08B),
+        {"token_embd.weight": ("Q6_K", (SMALL_VOCABULARY, 1024)), **vectors(("output_norm.weight", 1024))},
+        qwen3_5_layer(*QWEN3_5_08B),
+        24,
+    ),
+    "qwen3.5-4b": Shape(
+        "qwen35",
+        qwen3_5_sizes(*QWEN3_5_4B),
+        {"token_embd.weight": ("Q6_K", (SMALL_VOCABULARY, 2560)), **vectors(("output_norm.weight", 2560))},
+        qwen3_5_layer(*QWEN3_5_4B),
+        8,
+    ),
+    "qwen3-0.6b": Shape(
+        "qwen3",
+        sizes(1024, 16, 8, 128)
+        | {"context_length": 32768, "feed_forward_length": 3072, "rope.freq_base": 1e6}
+        | {"attention.layer_norm_rms_epsilon": 1e-6},
+        {"token_embd.weight": ("Q6_K", (SMALL_VOCABULARY, 1024)), **vectors(("output_norm.weight", 1024))},
+        qwen3_layer_of_06b,
+        28,
+    ),
 }
 
 
@@ -208,7 +290,7 @@ def write_model(path: Path, shape: Shape, layers: int) -> None:
     for name, value in {"block_count": layers, **vocabulary, **shape.metadata}.items():
         key, kind = f"{shape.architecture}.{name}", type(value)
         if kind is list:
-            writer.add_array(key, value[:layers])
+            writer.add_array(key, value[:layers] if len(value) >= layers else value)
         else:
             {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[kind](key, value)
     tensors = dict(shape.tensors)
@@ -223,8 +305,9 @@ def write_model(path: Path, shape: Shape, layers: int) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for kind, own in tensors.values():
-        writer.write_tensor_data(random_values(kind, own, numbers))
+    for name, (kind, own) in tensors.items():
+        values = random_values(kind, own, numbers)
+        writer.write_tensor_data(-values if name.endswith("ssm_a") else values)
     writer.close()
 
 
@@ -251,7 +334,7 @@ def serve(settings: dict[str, Any]) -> None:
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m benchmarks.mixture", threads=CORES)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b", help="model whose shapes to take")
-    parser.add_argument("--layers", type=int, help="layers of the model (4, 12 or 16 by --shape)")
+    parser.add_argument("--layers", type=int, help="layers of the model (4 to 28, by --shape)")
     parser.add_argument("--repeats", type=int, default=9, help="forward passes of each size (9)")
     parser.add_argument(
         "--model",

@@ -59,6 +59,7 @@ RUNNERS: dict[str, dict[str, str]] = {
         "eagle3": "blockdraft.kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
         "medusa": "blockdraft.drafters.medusa.compiled.CompiledHeads",
         "mtp": "blockdraft.kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
+        "decoder_layer": "blockdraft.drafters.mtp.compiled.CompiledDecoderHead",
     },
     "captured": {
         "dflash": "blockdraft.drafters.dflash.captured.CapturedDraftPass",

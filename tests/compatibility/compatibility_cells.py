@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiny_families import ATTENTION, FAMILIES
 
+from blockdraft.models import catalogue
 from blockdraft.targets import FAMILIES as NATIVE
 from blockdraft.targets.hf import REFUSED_FAMILIES
 
@@ -71,11 +73,40 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-QWEN3_5 = {"qwen3_5_text", "qwen3_5_moe_text"}
-NATIVE_ONLY = {
-    "compiled for a CPU": QWEN3_5,
-    "jax": {"gemma4_text", "gpt_oss", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", *QWEN3_5},
+# Families of the catalogue from 2025 and 2026, and why their GGUF files do not run compiled; None: they do.
+LATENT, MAMBA = "the native decoder has no latent attention", "the native decoder has no Mamba-2 layers"
+RECENT: dict[str, str | None] = {
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "ernie4_5": "not in the table of families",
+    "ernie4_5_moe": "not in the table of families",
+    "exaone4": "not in the table of families",
+    "gemma3": None,
+    "gemma4": None,
+    "glm4_moe": "not in the table of families",
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT,
+    "gpt_oss": None,
+    "kimi_k2": LATENT,
+    "lfm2": None,
+    "lfm2_moe": None,
+    "llama4": "not in the table of families",
+    "minimax_m2": "not in the table of families",
+    "ministral3": None,
+    "mistral4": LATENT,
+    "nemotron_h": MAMBA,
+    "olmo3": "norms stand behind attention and MLP alone, and those of queries and keys span all heads",
+    "qwen3": None,
+    "qwen3_5": None,
+    "qwen3_5_moe": None,
+    "qwen3_moe": None,
+    "qwen3_next": "its files hold two projections in one tensor; its folder runs compiled",
+    "qwen3_vl": None,
+    "qwen3_vl_moe": None,
+    "smollm3": None,
 }
+DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+NATIVE_ONLY = {"jax": {"gemma4_text", "gpt_oss", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", *DELTA_NETS}}
 
 
 class Cell(NamedTuple):
@@ -111,9 +142,17 @@ def document(outcomes: Mapping[Cell, str]) -> str:
         [f"{name} (`{family}`)", *(outcome_of(family, backend) for backend in BACKENDS)]
         for family, name in FAMILY_NAMES.items()
     ]
+    models = defaultdict[str, list[str]](list)
+    for model in catalogue():
+        models[model.family or ""].append(model.id)
+    files = [
+        [f"`{family}`", ", ".join(models[family]), "yes" if reason is None else f"no: {reason}"]
+        for family, reason in RECENT.items()
+    ]
+    recent = _table([["Family", "Models of the catalogue", "Runs compiled from GGUF"], *files])
     table = _table([["Family", *(TITLES.get(name, f"{name[0].upper()}{name[1:]}") for name in BACKENDS)], *families])
     refused = [[f"`{family}`", reason] for family, reason in sorted(REFUSED_FAMILIES.items())]
-    return "\n".join([INTRODUCTION, table, f"{LAST}\n\n{_table([['Family', 'Why'], *refused])}"])
+    return "\n".join([INTRODUCTION, table, FILES, recent, f"{LAST}\n\n{_table([['Family', 'Why'], *refused])}"])
 
 
 def expected() -> dict[Cell, str]:
@@ -147,13 +186,19 @@ Drafters that [MLX](mlx.md) and [JAX](jax.md) do not run themselves run in torch
 | MLX | `load_target(path, backend="mlx")`: [mlx-lm's model](mlx.md); tested on `mlx[cpu]` |
 | JAX | `load_target(path, backend="jax")`: [families of our own decoder in JAX](jax.md); tested on a CPU |
 """
+FILES = """## GGUF files of models from 2025 and 2026
+
+The text part of Qwen3-VL runs as Qwen3. The context of Ministral 3 and Devstral 2 ends at their original one, mostly
+16,384 tokens, because attention is scaled by position beyond.
+"""
 LAST = """Quantized checkpoints of other layouts than those of [quantize.md](quantize.md) run through transformers, if
 it supports them on the device.
 
 ## Recurrent layers
 
-Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut. So their requests do not share
-prefixes, and such a model cannot draft for another. Short convolutions keep one only through transformers.
+Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut, so such a model cannot draft for
+another. Compiled for a CPU, gated delta nets keep [checkpoints](architecture.md#targets) of their states, at which
+requests share prefixes; elsewhere they share none. Short convolutions keep a state only through transformers.
 
 ## Refused everywhere
 

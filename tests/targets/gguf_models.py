@@ -189,6 +189,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         GPT_OSS_KEYS,
         {},
     ),
+    "ministral3": (
+        {"head_dim": 8, "sliding_window": None, "max_position_embeddings": 256}
+        | rotary(
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.1,
+        },
+        {},
+    ),
     "gpt_oss-yarn": (
         GPT_OSS
         | {"layer_types": [FAR, NEAR, NEAR]}

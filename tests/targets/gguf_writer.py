@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURES = {
     "mistral": "llama",
+    "ministral3": "mistral3",
     "lfm2_moe": "lfm2moe",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
@@ -70,6 +71,7 @@ def write_gguf(
     extra: Mapping[str, np.ndarray] | None = None,
     shard_tensors: int = 0,
     splits_experts: bool = False,
+    arch: str | None = None,
 ) -> None:
     """Write a model.
 
@@ -80,9 +82,10 @@ def write_gguf(
         extra: More tensors.
         shard_tensors: Of one part, where the file is to be split.
         splits_experts: Whether gate and up projections of Gemma 4's experts are two tensors.
+        arch: Architecture, if it is another than the usual one of the model.
     """
     config: Any = model.config
-    arch = ARCHITECTURES.get(config.model_type, config.model_type)
+    arch = arch or ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=shard_tensors)
     sizes = config.to_dict() if arch == "gemma4" else vars(config)  # they differ from layer to layer
     head_dim = sizes.get("head_dim") or config.hidden_size // config.num_attention_heads
@@ -117,7 +120,7 @@ def write_gguf(
         if theirs is None or (theirs == "output.weight" and config.tie_word_embeddings):
             continue
         data = tensor.float().numpy()
-        if arch in ("llama", "granite", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+        if arch in ("llama", "granite", "mistral3", "smollm3") and (".q_proj." in name or ".k_proj." in name):
             data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             data = data + 1

@@ -25,6 +25,10 @@ MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"}  # m
 SIZES = {"head_dim": 64, "global_head_dim": 128}
 SIZES_KEYS = {f"attention.{part}_length": 128 for part in ("key", "value")}
 SIZES_KEYS |= {f"attention.{part}_length_swa": 64 for part in ("key", "value")} | {"rope.dimension_count": 128}
+# Of Qwen3.5, with three value heads for each key head.
+NET = {"linear_key_head_dim": 32, "linear_value_head_dim": 128, "linear_num_value_heads": 6}
+NET_KEYS = {"ssm.state_size": 32, "ssm.time_step_rank": 6, "ssm.inner_size": 768, "rope.dimension_count": 32}
+GATES_APART = {"ssm_alpha": "F32", "ssm_beta": "F32"} | MIXED
 FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "gemma4": (
         "gemma4_text",
@@ -51,6 +55,9 @@ FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", MIXED, MANY, MANY_KEYS),
     "qwen2_moe": ("qwen2_moe", MIXED, MANY | SHARED, MANY_KEYS | SHARED_KEYS),
     "qwen2_moe-F16": ("qwen2_moe", "F16", MANY | SHARED, MANY_KEYS | SHARED_KEYS),
+    "qwen3_5": ("qwen3_5_text", GATES_APART, NET, NET_KEYS),
+    "qwen3_5-Q8_0": ("qwen3_5_text", "Q8_0", NET, NET_KEYS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", MIXED, NET | MANY | SHARED, NET_KEYS | MANY_KEYS | SHARED_KEYS),
     "qwen3_moe": ("qwen3_moe", MIXED, MANY | TWICE, MANY_KEYS),
     "qwen3_moe-Q8_0": ("qwen3_moe", "Q8_0", MANY, MANY_KEYS),
 }

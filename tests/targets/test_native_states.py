@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_hf_states import check_drafting, check_scores
 from tiny_families import SMALL, make_model, write_model
-from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, Qwen3_5ForConditionalGeneration, Qwen3VLForConditionalGeneration
 
 from blockdraft.decode.proposal import chain, chain_parents
 from blockdraft.drafters.draft_lm import DraftLMDrafter
@@ -17,7 +17,7 @@ from blockdraft.targets import Target, describe_target, load_target
 from blockdraft.targets.native import NativeTarget
 
 FAMILY = "qwen3_5_text"
-HOW = pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+HOW = pytest.mark.parametrize("way", ["", pytest.param("exact", marks=pytest.mark.slow), "compiled"])
 
 
 @pytest.fixture(scope="module")
@@ -25,31 +25,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(FAMILY, tmp_path_factory.mktemp(FAMILY))
 
 
-def native(folder: Path, exact: bool = False) -> NativeTarget:
-    target = load_target(folder, dtype="float32", device="cpu", exact=exact)
-    assert isinstance(target, NativeTarget) and target.running == (
-        f"native, compiled products{', exact' if exact else ''}"
-    )
+def native(folder: Path, way: str = "") -> NativeTarget:
+    compiled = "on" if way == "compiled" else "off"
+    target = load_target(folder, dtype="float32", device="cpu", compile=compiled, exact=way == "exact")
+    assert isinstance(target, NativeTarget) and target.running == ", ".join(filter(None, ["native", way]))
     return target
 
 
 @HOW
 def test_nodes_of_trees_and_lines_are_scored_as_their_paths_alone(
-    folder: Path, exact: bool, scatter: Callable[..., Any]
+    folder: Path, way: str, scatter: Callable[..., Any]
 ) -> None:
-    check_scores(native(folder, exact), make_model(FAMILY), scatter)
+    check_scores(native(folder, way), make_model(FAMILY), scatter)
 
 
 @HOW
 @pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 9])
-def test_drafting_changes_no_answer(folder: Path, exact: bool, budget: int) -> None:
-    check_drafting(native(folder, exact), budget)
+def test_drafting_changes_no_answer(folder: Path, way: str, budget: int) -> None:
+    check_drafting(native(folder, way), budget)
 
 
 @HOW
-def test_rows_keep_any_beginning_of_a_long_line(folder: Path, exact: bool) -> None:
+def test_rows_keep_any_beginning_of_a_long_line(folder: Path, way: str) -> None:
     """The line is longer than a chunk."""
-    target, model = native(folder, exact), make_model(FAMILY)
+    target, model = native(folder, way), make_model(FAMILY)
     count, kept = 2 * CHUNK + 9, [2 * CHUNK + 9, CHUNK + 3, 2]
     tokens = torch.randint(3, 61, (3, count), generator=torch.Generator().manual_seed(1))
     cache = target.new_cache(3, count + 1)
@@ -66,7 +65,7 @@ def test_rows_keep_any_beginning_of_a_long_line(folder: Path, exact: bool) -> No
 
 def test_exact_states_have_the_same_bits_however_they_came_about(folder: Path) -> None:
     """Token by token, as a line, or along a path of a tree that takes several pieces."""
-    target, random = native(folder, exact=True), torch.Generator().manual_seed(1)
+    target, random = native(folder, "exact"), torch.Generator().manual_seed(1)
     text = torch.randint(3, 61, (1, 24), generator=random)
 
     def read(*, pieces: list[int]) -> Any:
@@ -107,8 +106,6 @@ def test_what_takes_states_that_can_be_cut_is_refused(folder: Path) -> None:
     assert not target.can_truncate
     with pytest.raises(ValueError, match=r"draft model .* recurrent"):
         DraftLMDrafter(target, target)
-    with pytest.raises(ValueError, match="it has recurrent layers, whose weights it neither quantizes"):
-        load_target(folder, device="cpu", quantize="int8")
 
 
 def test_the_text_part_of_a_model_with_pictures_is_run_as_transformers_does(tmp_path: Path) -> None:
@@ -132,3 +129,34 @@ def test_the_text_part_of_a_model_with_pictures_is_run_as_transformers_does(tmp_
         each.forward(tokens, chain(tokens).parents, each.new_cache(1, 4)).logits for each in (ours, theirs)
     )
     torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_part_of_qwen3_vl_is_run_as_transformers_does(tied: bool, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    seeing = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config=SMALL | {"model_type": "qwen3_vl_text", "rope_parameters": rope, "tie_word_embeddings": tied},
+        vision_config={**seeing, "out_hidden_size": SMALL["hidden_size"], "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=tied,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3VLForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = torch.tensor([[5, 9, 3, 7, 60, 4]])
+    ours = native(tmp_path, "compiled")
+    with torch.no_grad():
+        expected = model(tokens).logits
+    mine = ours.forward(tokens, chain(tokens).parents, ours.new_cache(1, 6)).logits
+    torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["", "compiled"])
+def test_projections_of_qwen3_next_are_taken_apart(way: str, tmp_path: Path) -> None:
+    target, tokens = native(write_model("qwen3_next", tmp_path), way), torch.randint(3, 61, (1, CHUNK + 9))
+    with torch.no_grad():
+        expected = make_model("qwen3_next")(tokens).logits
+    logits = target.forward(tokens, chain(tokens).parents, target.new_cache(1, CHUNK + 9)).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -172,10 +172,8 @@ class DrafterSettings:
 
     def load(self, target: Target) -> Drafter:
         """Load the named drafter, else the target's default drafter, with a note on what it is."""
-        from blockdraft.drafters import load_drafter
-        from blockdraft.formats.gguf import is_gguf, open_gguf
+        from blockdraft.drafters import held_drafters, load_drafter
         from blockdraft.models import model_of
-        from blockdraft.targets import has_head
 
         drafter = load_drafter(self.drafter, target=target, draft_vocab=self.draft_vocab)
         if self.drafter is not None:
@@ -183,9 +181,9 @@ class DrafterSettings:
         model = None if target.path is None else model_of(target.path)
         if drafter.kind == "lookup":
             remedy = f"To make one: blockdraft fit --target {target.path} --out DIR"
-            if target.path is not None and is_gguf(target.path) and has_head(open_gguf(target.path)):
-                remedy = "The file holds an MTP head: --drafter mtp drafts with it"
             tell(f"No drafter is bundled for {target.path}. Using lookup, which copies from the text so far. {remedy}.")
+        elif held := [part.kind for part in drafter.parts if part.kind in held_drafters(target)]:
+            tell(f"Drafting with lookup and {', '.join(held)} of {target.path}; --drafter none decodes without them.")
         elif model is not None:
             lookup = "lookup and " if len(drafter.parts) > 1 else ""
             tell(f"Drafting with {lookup}the drafter bundled for {model.id}; --drafter none decodes without it.")

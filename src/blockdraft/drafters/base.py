@@ -168,6 +168,7 @@ class DrafterSpec:
         cost: Cost of running published drafters of the kind.
         inspect: Function that returns the `Report` of `blockdraft inspect` on a folder and its parsed config.json, for
             kinds that claim folders which no layout describes.
+        in_target: Whether a target's folder or file holds a drafter of this kind that runs compiled for this target.
     """
 
     load: Callable[[Any, Target], Drafter]
@@ -179,6 +180,7 @@ class DrafterSpec:
     drafter: Callable[[Any, Target], Drafter] | None = None
     cost: DraftCost = DraftCost()
     inspect: Callable[[Path, Mapping[str, Any]], Any] | None = None
+    in_target: Callable[[Target], bool] = lambda target: False
 
 
 def slots_behind(drafter: Drafter, nodes: int) -> int:

@@ -25,7 +25,7 @@ from blockdraft.plugins import DRAFTERS, drafter_modules, install_hint
 from blockdraft.targets import Target, causal_lm, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT
 
-BUNDLED = "bundled"
+BUNDLED, LOOKUP = "bundled", "lookup"
 TINY_DRAFTER = TINY / "drafter"
 
 
@@ -57,10 +57,15 @@ def default_drafter(target: str | Path | None, alone: bool = False) -> str:
     """
     drafter = None if target is None else bundled_for(target)
     if drafter is None:
-        return "lookup"
+        return LOOKUP
     published = (entry for model in catalogue() if bundled_drafter(model) == drafter for entry in model.drafters)
     with_lookup = any(entry.with_lookup for entry in published) and not alone
     return f"lookup{JOINT}{drafter}" if with_lookup else str(drafter)
+
+
+def held_drafters(target: Target) -> list[str]:
+    """Return the names of the drafters that a target's folder or file holds and that run compiled for it."""
+    return [name for name, entry in entries().items() if entry.in_target(target)]
 
 
 def _bundled_by_fingerprint() -> dict[str, Path]:
@@ -110,9 +115,9 @@ def load_drafter(
         path: Folder, GGUF file or hub name of a drafter, folder or GGUF file of a smaller language model with the
             target's tokens, or name of a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head
             in the target's folder).
-            None is that of `default_drafter`. "bundled" is the drafter of `bundled_for`, else that of the bundled
-            target, which fits models made from it. Several drafters joined by +, such as "lookup+bundled", draft
-            together.
+            None is that of `default_drafter`; lookup is then joined with those of `held_drafters`. "bundled" is the
+            drafter of `bundled_for`, else that of the bundled target, which fits models made from it. Several drafters
+            joined by +, such as "lookup+bundled", draft together.
         target: Target to draft for. The drafter gets its dtype and device. A warning is logged if the drafter was
             trained for another target of the same shape.
         draft_vocab: Tokens that a drafter with the target's output projection may draft, so that it reads only these
@@ -125,7 +130,10 @@ def load_drafter(
             one.
     """
     kept = None if draft_vocab is None else read_draft_vocab(draft_vocab, target)
-    paths = joined(default_drafter(target.path) if path is None else path)
+    if path is None:
+        path = default_drafter(target.path)
+        path = JOINT.join([path, *held_drafters(target)]) if path == LOOKUP else path
+    paths = joined(path)
     # Each drafter packs its own rows of the output projection.
     hosts = [target if kept is None else with_draft_vocab(target, kept) for _ in paths]
     drafters = [_load(member, host) for member, host in zip(paths, hosts, strict=True)]

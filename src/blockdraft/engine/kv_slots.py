@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from bisect import bisect, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, Observer
 from blockdraft.engine.prefix_store import PrefixStore, StoredPrefix, common_length
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import MAX_OWN_NODES, MAX_PENDING_STEPS, OBSERVE_TOKENS, Runner
@@ -47,7 +47,7 @@ class KVSlots:
 
     def __init__(self, runner: Runner, slots: int, prefix_tokens: int, prefix_store: PrefixStore | None = None) -> None:
         self._runner, self._prefix_tokens, self._prefix_store = runner, prefix_tokens, prefix_store
-        self._can_share = runner.target.can_truncate
+        self._can_share = runner.target.can_truncate or runner.target.keeps_checkpoints
         self._free = FreeSlots(slots)
         self._index = PrefixIndex()  # of running and finished sequences
         self._finished: OrderedDict[int, list[int]] = OrderedDict()  # tokens by first slot, least recently used first
@@ -59,10 +59,14 @@ class KVSlots:
         # A prompt with log probabilities must be scored, not copied.
         if not self._can_share or request.params.prompt_logprobs is not None:
             return None
-        prefix = self._index.longest(request.prompt[:-1])
+        prefix = self._index.longest(request.prompt[:-1], self._reusable)
         if prefix is not None and prefix.start in self._finished:
             self._finished.move_to_end(prefix.start)
         return prefix
+
+    def _reusable(self, start: int, length: int) -> int:
+        """Return how many of the first `length` tokens of a sequence can be copied, once it has read them."""
+        return self._runner.reusable(start, length) if start in self._finished else length
 
     def allocate(self, request: Request) -> int | None:
         """Open a sequence for a request, evicting finished sequences if that makes room.
@@ -153,7 +157,8 @@ class KVSlots:
         else:
             tokens = request.prompt[: request.instruction_tokens]
             length = store.length_to_store(tokens)
-        if not length:
+        length = self._runner.reusable(sequence.start, length)
+        if length < store.min_tokens:
             return
         try:
             tensors = self._runner.export(sequence.start, length)
@@ -253,10 +258,13 @@ class PrefixIndex:
             if not self._starts[key]:
                 del self._starts[key]
 
-    def longest(self, tokens: Sequence[int]) -> Prefix | None:
+    def longest(self, tokens: Sequence[int], reusable: Callable[[int, int], int] = lambda _, n: n) -> Prefix | None:
         """Return the longest prefix of these tokens that a sequence holds, or None if it is shorter than a block.
 
         Ties go to the sequence that was indexed first.
+
+        Args:
+            reusable: Returns how many of a sequence's first tokens can be used. It takes its start and their number.
         """
         candidates: Iterable[int] = ()
         for key in _hashes(tokens):
@@ -264,7 +272,7 @@ class PrefixIndex:
                 break
             candidates = self._starts[key]
         # Different blocks may have one hash, so the tokens are compared.
-        lengths = {start: common_length(self._tokens[start], tokens) for start in candidates}
+        lengths = {start: reusable(start, common_length(self._tokens[start], tokens)) for start in candidates}
         start = max(lengths, key=lengths.__getitem__, default=None)
         return Prefix(start, lengths[start]) if start is not None and lengths[start] >= BLOCK else None
 
@@ -286,6 +294,7 @@ class Memory:
         nodes: Most nodes of a sequence.
         automatic: Whether drafting may pause.
         behind: KV slots that a sequence needs behind its tokens, if more than its nodes.
+        observer: Keeps hidden states of all sequences, if any are recorded.
     """
 
     target: Target
@@ -295,6 +304,7 @@ class Memory:
     prefill_tokens: int
     automatic: bool
     behind: int = 0
+    observer: Observer | None = None
 
     @property
     def _max_sequence_slots(self) -> int:
@@ -308,7 +318,8 @@ class Memory:
         """Return the bytes of the caches of target and drafter."""
         # Some targets keep bytes per sequence besides its slots, such as recurrent states.
         per_sequence = self.target.cache_bytes(self.max_batch_size, 0) - self.target.cache_bytes(1, 0)
-        return self.target.cache_bytes(1, slots) + per_sequence + self.drafter.state_bytes(1, slots)
+        observed = 0 if self.observer is None else self.observer.state_bytes(1, slots)
+        return self.target.cache_bytes(1, slots) + per_sequence + self.drafter.state_bytes(1, slots) + observed
 
     def workspace(self, slots: int) -> int:
         """Return the bytes that a step needs besides the caches.
@@ -327,7 +338,9 @@ class Memory:
         tokens = max(self.prefill_tokens, rows * self.nodes)
         if self.automatic:
             tokens = max(tokens, rows * min(MAX_PENDING_STEPS, target.max_context))
-        hidden_states = 2 * tokens * len(self.drafter.target_layers) * target.hidden_size * size
+        observed = () if self.observer is None else self.observer.target_layers
+        layers = {*self.drafter.target_layers, *observed}
+        hidden_states = 2 * tokens * len(layers) * target.hidden_size * size
         return forward + logits + hidden_states + sum(self._draft_workspace(part, slots) for part in self.drafter.parts)
 
     def _draft_workspace(self, part: Drafter, slots: int) -> int:

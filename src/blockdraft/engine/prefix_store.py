@@ -74,7 +74,7 @@ class PrefixStore:
     ) -> None:
         self.min_tokens = min_tokens
         self._folder, self._limit = cache_folder() / "prefixes", prefixes_limit() if limit is None else limit
-        self._facts = _facts(target, drafter)
+        self._facts, self._whole_only = _facts(target, drafter), not target.can_truncate
         self._key = hashlib.sha256(self._facts.encode()).hexdigest()[:16]
         self._thread, self._process = _new_thread(), os.getpid()
         self._tokens: dict[Path, list[int]] = {}  # of each file of this pair, those being written included
@@ -91,12 +91,15 @@ class PrefixStore:
 
     @staticmethod
     def supports(target: Target, drafter: Drafter) -> bool:
-        """Return whether prefixes of this pair can be stored: both run on a CPU, without recurrent states."""
-        return target.device.type == "cpu" and target.can_truncate and target.backend in ("native", "hf")
+        """Return whether prefixes of this pair can be stored: both run on a CPU, and states can be copied."""
+        copies = target.can_truncate or target.keeps_checkpoints
+        return target.device.type == "cpu" and copies and target.backend in ("native", "hf")
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, Path] | None:
         """Return the length of the longest stored prefix of these tokens, and its file."""
         lengths = [(common_length(stored, tokens), path) for path, stored in list(self._tokens.items())]
+        if self._whole_only:
+            lengths = [(length, path) for length, path in lengths if length == len(self._tokens[path])]
         return max(lengths, default=None)
 
     def length_to_store(self, tokens: Sequence[int]) -> int:

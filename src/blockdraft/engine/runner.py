@@ -116,11 +116,18 @@ class Runner:
             store.shrink(start, capacity)
 
     def copy(self, source: int, start: int, length: int) -> None:
-        """Copy the first `length` tokens of a sequence to another, which is empty."""
+        """Copy the first `length` tokens of a sequence, as many as `reusable` says, to another, which is empty."""
         self.catch_up()
         assert length <= self.committed_length(source)
         for store in (self.cache, self.state):
             store.copy(source, start, length)
+
+    def reusable(self, start: int, length: int) -> int:
+        """Return how many of the first `length` tokens of a sequence can be copied or exported at most."""
+        reusable = length
+        for store in (self.cache, self.state, self.cache):  # the first may keep less of what the second does
+            reusable = store.reusable(start, reusable)
+        return reusable
 
     def export(self, start: int, length: int) -> dict[str, Tensor]:
         """Return copies of what target and drafter keep for a sequence's first `length` tokens, by name."""

@@ -23,6 +23,7 @@ SCORED_TOKENS = 256  # tokens per read of a prompt with log probabilities, whose
 LOG_SECONDS = 2.0  # of prefill between two lines in the log
 EXPLAINED_TOKENS = 4096  # unread instructions of which the log explains how long they take
 IDLE_READS = 4  # reads of `prefill_tokens` in a step without a batch to decode
+LAST_TOKENS = 16  # of a prompt that are read apart
 MAX_PASSED = 16  # requests that pass the oldest waiting one, and steps in which the oldest prompt is not read
 TYPING_SECONDS = 60.0  # after an urgent request, in which the next one is expected
 # Longest read of a long prompt: beside sequences that decode or somebody who types, and alone, where a new request or
@@ -220,6 +221,7 @@ class Scheduler:
             length = 0 if source.request.failure is not None else min(length, source.prefilled)
         if source is None or source.prefilled >= length:
             del self._sources[sequence]
+            length = self._runner.reusable(start, length)
             if length:
                 self._runner.copy(start, sequence.start, length)
                 sequence.request.num_prefilled = sequence.request.stats.remembered = length
@@ -318,7 +320,7 @@ class Scheduler:
         for sequence in readable:
             if not sequence.short:
                 most = min(most, most_long)
-            count = min(sequence.num_unread, most_short if sequence.short else most_long)
+            count = self._to_read(sequence, most_short if sequence.short else most_long)
             if sequence.request.params.prompt_logprobs is not None:  # is read alone
                 if chosen:
                     continue
@@ -376,6 +378,20 @@ class Scheduler:
             )
         read = f"{sequence.prefilled:,} of {len(request.prompt):,} tokens"
         log.info("Prefill: %s, %s", read, left, extra={"progress": True})
+
+    def _to_read(self, sequence: RunningSequence, most: int) -> int:
+        """Return how many tokens of a prompt to read at once.
+
+        Where a target cannot cut rows, the instructions and the last tokens of a long prompt are read apart, so that
+        there are checkpoints before them. A conversation goes on with other tokens than those that began the answer.
+        """
+        unread, count = sequence.num_unread, min(sequence.num_unread, most)
+        if not self._runner.target.keeps_checkpoints:
+            return count
+        instructions = sequence.request.instruction_tokens - sequence.prefilled
+        if 0 < instructions < count:
+            count = instructions
+        return min(count, unread - LAST_TOKENS) if unread > 2 * LAST_TOKENS else count
 
     def _decode(self, sequences: list[RunningSequence]) -> None:
         """Decode one step of sequences whose prompts have been read."""

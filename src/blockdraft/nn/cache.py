@@ -94,6 +94,12 @@ class SequenceState:
             state.copy(source, start, length)
         self.values[start] = self.cut(self.values[source], length)
 
+    def reusable(self, start: int, length: int) -> int:
+        """Return how many of a sequence's first `length` tokens `copy` and `export` can take at most."""
+        for state in self.inner:
+            length = state.reusable(start, length)
+        return length
+
     def zero_slots(self, start: int, whole: bool = False) -> None:
         """Zero a sequence's KV slots behind its committed tokens, or all of its KV slots if `whole`."""
         for state in self.inner:

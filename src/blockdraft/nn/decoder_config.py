@@ -103,17 +103,13 @@ class DeltaNet:
 
     @property
     def inputs(self) -> dict[str, int]:
-        """Number of outputs of each projection of a layer's input.
+        """Number of outputs of the projections of a layer's input: channels of the convolution, gate of the output."""
+        return {"in_proj_qkv": self.channels, "in_proj_z": self.values}
 
-        The projections are channels of the convolution, gate of the output, shares of the corrections, and decays of
-        the states.
-        """
-        return {
-            "in_proj_qkv": self.channels,
-            "in_proj_z": self.values,
-            "in_proj_b": self.value_heads,
-            "in_proj_a": self.value_heads,
-        }
+    @property
+    def gates(self) -> dict[str, int]:
+        """Number of outputs of the projections to shares of the corrections and decays of the states."""
+        return {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -163,25 +159,32 @@ class DecoderConfig:
 
     @property
     def decode_only(self) -> str | None:
-        """Name of a part that can be decoded with but not quantized or written, or None.
-
-        A decoder with such a part is not captured as a CUDA graph either.
-        """
+        """Name of a part that can be decoded with but not quantized, or None."""
         parts = {
             "routed experts": self.experts,
-            "recurrent layers": self.delta_net,
             "short convolutions": self.conv_kernel,
             "layers of several shapes": self.mixed,
         }
         return next((name for name, part in parts.items() if part), None)
+
+    @property
+    def unusual(self) -> str | None:
+        """Name of a part that CUDA graphs, JAX and writers of other formats do not know, or None."""
+        return self.decode_only or ("recurrent layers" if self.delta_net is not None else None)
+
+    def is_gate(self, name: str) -> bool:
+        """Return whether a matrix holds gates of a delta net, which are few and lose much by quantization."""
+        return self.delta_net is not None and name.removesuffix(".weight").endswith(tuple(self.delta_net.gates))
 
     def head_dim_of(self, layer: int) -> int:
         return self.layers[layer].head_dim or self.head_dim
 
     @property
     def head_divisor(self) -> int:
-        """The greatest common divisor of the sizes of heads."""
-        return gcd(*map(self.head_dim_of, range(len(self.layers))))
+        """The greatest common divisor of the sizes of heads, those of delta nets included."""
+        net = self.delta_net
+        others = () if net is None else (net.key_dim, net.value_dim)
+        return gcd(*map(self.head_dim_of, range(len(self.layers))), *others)
 
     def kv_heads_of(self, layer: int) -> int:
         return self.layers[layer].num_kv_heads or self.num_kv_heads
@@ -199,6 +202,11 @@ class DecoderConfig:
     def attention_layers(self) -> int:
         """Number of layers with keys and values."""
         return sum(kind.attends for kind in self.layers)
+
+    @cached_property
+    def recurrent_layers(self) -> int:
+        """Number of layers with a delta net."""
+        return sum(kind.recurrent for kind in self.layers)
 
     @cached_property
     def convolved_layers(self) -> int:
@@ -255,6 +263,9 @@ class DecoderConfig:
             "qkv": tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in inputs.items()),
             "output": ((f"{prefix}{place}.{output}", self.hidden_size),),
         }
+        if delta_net is not None:  # files hold them with more bits than the others
+            gates = delta_net.gates.items()
+            fused["delta_gates"] = tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in gates)
         experts = self.experts_of(layer)
         beside = experts is not None and experts.beside
         if experts is not None:

@@ -103,6 +103,7 @@ class DecoderLayer(nn.Module):
 
     qkv: PackedLinear
     output: PackedLinear
+    delta_gates: PackedLinear
     router: PackedLinear
     gate_up: PackedLinear  # of all experts, one behind the other
     down: PackedLinear
@@ -171,7 +172,10 @@ class DecoderLayer(nn.Module):
         else:
             mixer = self.convolution if isinstance(memory, ConvolutionMemory) else self.delta_net
             assert mixer is not None
-            added = self.output(mixer(self.qkv(before), memory))
+            projected = self.qkv(before)
+            if mixer is self.delta_net:
+                projected = torch.cat([projected, self.delta_gates(before)], dim=-1)
+            added = self.output(mixer(projected, memory))
         scale = self.config.residual_scale
         x = torch.add(x, self.after_attention(added) if self.post_norms else added, alpha=scale)
         added = self.feed_forward(x)

@@ -81,8 +81,13 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(self, x: Tensor, recurrence: DeltaRecurrence) -> Tensor:
-        """Map projected inputs of R nodes, `[R, sum of DeltaNet.inputs]`, to `[R, DeltaNet.values]`."""
-        mixed, gate, shares, decays = x.split([*self.config.inputs.values()], dim=-1)
+        """Map projected inputs of R nodes to `[R, DeltaNet.values]`.
+
+        Args:
+            x: `[R, n]`, the projections of `DeltaNet.inputs` and of `DeltaNet.gates` side by side.
+        """
+        sizes = [*self.config.inputs.values(), *self.config.gates.values()]
+        mixed, gate, shares, decays = x.split(sizes, dim=-1)
         out = recurrence.run(self, mixed, shares, decays)
         out = F.rms_norm(out, (out.size(-1),), self.weight, self.eps)
         return (out.flatten(-2) * F.silu(gate.to(self.wide))).to(x.dtype)
@@ -170,6 +175,14 @@ class Ancestry:
 
     within: Tensor
     history: Tensor
+
+    @classmethod
+    def of_chains(cls, batch: int, count: int, kernel: int) -> Ancestry:
+        """Return that of `batch` chains of `count` nodes."""
+        size = min(count, CHUNK)
+        within = torch.ones(size, size).tril().bool()
+        own = torch.arange(kernel - 1, kernel - 1 + count) - torch.arange(kernel)[:, None]
+        return cls(within[None, None], own[:, None].expand(-1, batch, -1))
 
 
 class TreeRecurrence:

@@ -35,6 +35,7 @@ from blockdraft.targets.base import (
     without_tokenizer,
 )
 from blockdraft.targets.checkpoint import checked_folder, load_text, load_text_with, own_dtype
+from blockdraft.targets.decoder_head import DecoderHead, read_decoder_head, runs_heads
 from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import FAMILIES, decoder_config
@@ -219,6 +220,7 @@ __all__ = [
     "SOURCE",
     "TABLE",
     "AnyConfig",
+    "DecoderHead",
     "Description",
     "LoadOptions",
     "ModelConfig",
@@ -241,7 +243,9 @@ __all__ = [
     "load_text_with",
     "make_config",
     "open_checkpoint",
+    "read_decoder_head",
     "read_gguf_head",
+    "runs_heads",
     "target_fingerprint",
     "other_target_warning",
     "tokenizer_metadata",

@@ -77,6 +77,7 @@ class Target(Protocol):
         model: The model of transformers that runs it, if any.
         has_trees: Whether `forward` takes trees, or only chains.
         can_truncate: Whether rows can be cut and copied at any token, or only as a whole.
+        keeps_checkpoints: Whether rows that cannot be cut can be copied where `SequenceState.reusable` says.
         draft_head: Output projection for draft networks without one of their own; None is the target's.
         kernels: Compiled matrix products of its weights, for draft networks with such weights.
     """
@@ -98,6 +99,7 @@ class Target(Protocol):
     model: PreTrainedModel | None = None
     has_trees: bool = True
     can_truncate: bool = True
+    keeps_checkpoints: bool = False
     draft_head: ReducedHead | None = None
     kernels: Library | None = None
 

@@ -19,6 +19,7 @@ from blockdraft.nn.rotary import default_frequencies, rotary_frequencies
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.gpt_oss import gpt_oss_tensors
 from blockdraft.targets.model_config import AnyConfig
+from blockdraft.targets.qwen3_next import qwen3_next_tensors
 
 # Rotary scalings whose frequencies do not depend on the sequence length, within the context.
 STATIC_ROPES = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
@@ -34,14 +35,15 @@ class Family:
         rotates_all: Whether all channels of a head are rotated.
         has_other_parts: Whether models of this `..._text` family have other parts, such as a vision encoder, that are
             not part of the causal language model.
-        tensors: Returns the tensors of a checkpoint under our names, where theirs differ.
+        tensors: Returns the tensors of a checkpoint under our names, where theirs differ. It takes the tensors and the
+            configuration.
     """
 
     layers: Callable[[AnyConfig], tuple[LayerKind, ...]]
     differences: Callable[[AnyConfig], dict[str, Any]]
     rotates_all: bool = True
     has_other_parts: bool = False
-    tensors: Callable[[Mapping[str, Stored]], dict[str, Stored]] | None = None
+    tensors: Callable[[Mapping[str, Stored], AnyConfig], dict[str, Stored]] | None = None
 
 
 def text_part(config: AnyConfig) -> AnyConfig:
@@ -53,7 +55,7 @@ def text_part(config: AnyConfig) -> AnyConfig:
 def own_tensors(config: AnyConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Return the tensors of a checkpoint under our names."""
     family = FAMILIES.get(text_part(config).model_type)
-    return tensors if family is None or family.tensors is None else family.tensors(tensors)
+    return tensors if family is None or family.tensors is None else family.tensors(tensors, text_part(config))
 
 
 def decoder_config(config: AnyConfig) -> DecoderConfig:
@@ -98,6 +100,15 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
         tied_head=config.tie_word_embeddings,
         **differences,
     )
+
+
+def context_limit(config: AnyConfig) -> int | None:
+    """Return the tokens beyond which the native decoder does not compute what the model does, or None.
+
+    Ministral 3 scales queries at positions beyond its original context.
+    """
+    rope: Mapping[str, Any] = getattr(text_part(config), "rope_parameters", None) or {}
+    return rope["original_max_position_embeddings"] if rope.get("llama_4_scaling_beta") else None
 
 
 def logit_factor(config: AnyConfig) -> float:
@@ -431,6 +442,12 @@ def _qwen3_5_moe(config: AnyConfig) -> dict[str, Any]:
     return _qwen3_5(config) | {"experts": _experts(config, config.shared_expert_intermediate_size)}
 
 
+def _qwen3_next(config: AnyConfig) -> dict[str, Any]:
+    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
+        raise NotCovered("some of its layers have no routed experts")
+    return _qwen3_5_moe(config)
+
+
 FAMILIES = {
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
@@ -441,6 +458,7 @@ FAMILIES = {
     "lfm2": Family(convolved_layers, _lfm2),
     "lfm2_moe": Family(convolved_layers, _lfm2_moe),
     "llama": Family(equal_layers, _llama),
+    "ministral3": Family(windowed_layers, _mistral),
     "mistral": Family(windowed_layers, _mistral),
     "phi3": Family(windowed_layers, _phi3, rotates_all=False),
     "qwen2": Family(mixed_layers, _qwen2),
@@ -449,5 +467,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(routed_recurrent_layers, _qwen3_5_moe, rotates_all=False, has_other_parts=True),
     "qwen3_5_text": Family(recurrent_layers, _qwen3_5, rotates_all=False, has_other_parts=True),
     "qwen3_moe": Family(routed_layers, _qwen3_moe),
+    "qwen3_next": Family(routed_recurrent_layers, _qwen3_next, rotates_all=False, tensors=qwen3_next_tensors),
+    "qwen3_vl_text": Family(equal_layers, _qwen3, has_other_parts=True),
     "smollm3": Family(partly_rotated_layers, _llama),
 }

@@ -12,13 +12,14 @@ from functools import partial
 from torch import Tensor
 
 from blockdraft.formats.stored import Stored
+from blockdraft.targets.model_config import AnyConfig
 
 ROUTER, OWN_ROUTER = ".mlp.router.", ".mlp.gate."
 EVERY_SECOND = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
 OUTPUTS = {"gate_up_proj": EVERY_SECOND, "down_proj": {"down_proj": slice(None)}}
 
 
-def gpt_oss_tensors(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def gpt_oss_tensors(tensors: Mapping[str, Stored], config: AnyConfig) -> dict[str, Stored]:
     """Return tensors under our names, those of experts one by one. Tensors with our names stay as they are."""
     own = dict[str, Stored]()
     for name, tensor in tensors.items():

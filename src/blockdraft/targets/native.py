@@ -20,6 +20,7 @@ from blockdraft.kernels.cpu.build import Build
 from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
 from blockdraft.kernels.cpu.library import Library, one_torch_thread
+from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache
 from blockdraft.kernels.cpu.threads import use_best_threads
 from blockdraft.kernels.cuda.compiler import Compiler
 from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
@@ -36,6 +37,7 @@ from blockdraft.plugins import RUNNERS, runner_class
 from blockdraft.targets.base import TargetOutput, set_max_context
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
+from blockdraft.targets.families import context_limit
 from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.model_config import AnyConfig
 from blockdraft.targets.native_files import read_checkpoint
@@ -43,6 +45,8 @@ from blockdraft.types import CPU_BLOCK_SIZE, Compile, LoadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 RANK = 0
 PROBED_CONTEXT = 256  # KV slots of the sequence on which numbers of threads are tried
@@ -78,11 +82,15 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         generation_config=read.generation_config,
         source_fingerprint=read.source_fingerprint,
     )
-    if options.max_context is not None:
-        set_max_context(target, options.max_context)
+    limit = context_limit(read.config)
+    if limit is not None and limit < min(target.max_context, options.max_context or target.max_context):
+        log.warning("The context of %s ends at %d tokens: beyond, its attention is scaled by position.", path, limit)
+    longest = [length for length in (limit, options.max_context) if length is not None]
+    if longest:
+        set_max_context(target, min(longest))
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
-    special = read.decoder.config.decode_only
+    special = read.decoder.config.unusual
     if on_gpu and options.compile != "off" and not options.exact and not special:
         compiler = Compiler(options.torch_device, in_background=options.compile == "auto")
         target.capture(CudaRecorder(options.torch_device), compiler)
@@ -108,7 +116,7 @@ def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | No
     loaded = library.library()
     if loaded is None:
         if compile == "auto":
-            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", library.reason)
+            log.warning("The target runs uncompiled, which is slower: %s.", library.reason)
         return library.reason
     target.compiled = CompiledDecoder(target.decoder, loaded, target.max_context)
     return None
@@ -182,6 +190,10 @@ class NativeTarget(CheckpointTarget):
         self._groups = {kind.window: decoder.config.num_heads // decoder.config.kv_heads_of(n) for n, kind in kinds}
 
     @property
+    def keeps_checkpoints(self) -> bool:  # type: ignore[override]
+        return self.compiled is not None and self.compiled.states is not None
+
+    @property
     def running(self) -> str:
         parts = ["native"]
         if self.compiled is not None:
@@ -220,6 +232,8 @@ class NativeTarget(CheckpointTarget):
         return None if self.compiled is None else CPU_BLOCK_SIZE
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
+        if self.compiled is not None and self.compiled.states is not None:
+            return CompiledRecurrentCache(batch, capacity, self.compiled.states)
         return KVCache(batch, capacity) if self.can_truncate else RecurrentCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
@@ -229,6 +243,9 @@ class NativeTarget(CheckpointTarget):
         memories = config.memories.items()
         a_token = sum(2 * len(layers) * heads * size(head_dim) * itemsize for (heads, head_dim), layers in memories)
         a_token += config.convolved_layers * config.hidden_size * self._inputs_dtype.itemsize
+        states = None if self.compiled is None else self.compiled.states
+        if states is not None:
+            return batch * (capacity * a_token + states.nbytes) + states.checkpoint_bytes(batch * capacity)
         return batch * (capacity * a_token + _state_bytes(config, self.dtype))
 
     def weight_bytes(self) -> int:
@@ -240,7 +257,9 @@ class NativeTarget(CheckpointTarget):
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         if self.compiled is not None:
-            return self.compiled.workspace_bytes(batch, nodes, slots)
+            states = self.compiled.states
+            recurrent = 0 if states is None else batch * states.working_bytes(nodes)
+            return self.compiled.workspace_bytes(batch, nodes, slots) + recurrent
         config, scored = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
         head_dim = max(head_dim for _, head_dim in config.memories)
         attention_widths = (5 if config.gated else 3) * config.num_heads * head_dim
@@ -535,7 +554,7 @@ def _recurrent_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, node
         return 0
     wide, scored = torch.promote_types(dtype, torch.float32).itemsize, batch * nodes
     entering = net.value_heads * (2 * net.key_dim + net.value_dim)
-    left = scored * (sum(net.inputs.values()) * dtype.itemsize + (entering + net.values) * wide)
+    left = scored * (sum([*net.inputs.values(), *net.gates.values()]) * dtype.itemsize + (entering + net.values) * wide)
     # One layer at a time has the window of the convolution, and some tensors of pairs of nodes of one sequence.
     pairs = 6 * scored * net.value_heads * min(nodes, MOST_TREE)
     working = (2 * scored * net.channels + 2 * scored * entering + pairs) * wide

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BITS = {"int8": 8, "int4": 4}
-TABLE_BITS = 8  # minimum for embedding and head, where fewer would lose most and save least
+TABLE_BITS = 8  # of embedding, head and gates of delta nets, where fewer would lose most and save least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,9 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
     few, config = _few_bits_of(config, options), text_part(config)
-    if wanted.decode_only and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
-        raise NotCovered(f"it has {wanted.decode_only}, whose weights it neither quantizes nor reads quantized")
+    special = wanted.decode_only if device.type == "cpu" else wanted.unusual
+    if special and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
+        raise NotCovered(f"it has {special}, whose weights it neither quantizes nor reads quantized")
     reason = "compile is off" if compile == "off" else why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
@@ -100,10 +101,10 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         weight = tensors[name].read()
         if isinstance(weight, QuantizedWeight):
             return weight
-        if weight.ndim < 2:
+        if weight.ndim != 2:
             return weight.to(device, dtype, copy=True)  # without a copy it would keep its file mapped
         if quantize is not None:
-            return _rounded_weight(name, weight if dtype == torch.float32 else weight.to(dtype), BITS[quantize])
+            return quantize_matrix(wanted, name, weight, BITS[quantize], dtype)
         return weight.to(device, dtype) if library is None else weight
 
     with loading(path):
@@ -182,9 +183,10 @@ def packing(read: Read, kernels: Kernels) -> Make:
     return make
 
 
-def _rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
-    """Quantize a matrix of a checkpoint to `bits`, embedding and head to at least `TABLE_BITS`."""
-    bits = max(bits, TABLE_BITS) if name in (TABLE, HEAD) else bits
+def quantize_matrix(wanted: DecoderConfig, name: str, weight: Tensor, bits: int, dtype: torch.dtype) -> QuantizedWeight:
+    """Quantize a matrix of a checkpoint to `bits`, or to `TABLE_BITS` where fewer would lose most."""
+    bits = TABLE_BITS if name in (TABLE, HEAD) or wanted.is_gate(name) else bits
+    weight = weight if dtype == torch.float32 else weight.to(dtype)
     return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
 
 

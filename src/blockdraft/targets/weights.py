@@ -44,6 +44,7 @@ COMPANIONS = (  # files of a checkpoint beside config.json and weights
     "merges.txt",
     "tokenizer.model",
 )
+QUANTIZED = "quantized"  # usual `doing` of `open_checkpoint`
 READ = "read"  # `doing` of `open_checkpoint` that every checkpoint supports
 
 
@@ -81,14 +82,14 @@ def open_weights(
             tensors, source = read_quantized(quantization, tensors), str(quantization.get(SOURCE) or "")
         except NotRead as refused:
             raise NotCovered(str(refused)) from refused
-    tensors = _experts_apart(own_tensors(config, tensors))
+    tensors = experts_apart(own_tensors(config, tensors))
     if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
         tensors[TABLE] = tensors[HEAD]
     _check_tensors(wanted, tensors)
     return tensors, source
 
 
-def _experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Split tensors of all experts of a layer, as newer checkpoints have them, into matrices of one expert each."""
     apart = {}
     for name, whole in tensors.items():
@@ -156,7 +157,7 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "quantized"
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = QUANTIZED
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of a family that the native decoder supports, on the CPU, without reading all weights.
 
@@ -185,8 +186,9 @@ def open_checkpoint(
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    if wanted.decode_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}. Decode with it as it is.")
+    special = wanted.decode_only if doing == QUANTIZED else wanted.unusual
+    if special and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {special}. Decode with it as it is.")
     raw = read_json(Path(str(files[0])))
     with loading(path):
         if source is None:

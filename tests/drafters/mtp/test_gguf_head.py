@@ -21,6 +21,7 @@ from gguf_writer import ARCHITECTURES, as_qwen35, tiny, write_gguf, writer_arch
 from test_gguf_mutilated import damaged
 
 from blockdraft.drafters import load_drafter
+from blockdraft.drafters.mtp.compiled import CompiledDecoderHead
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
@@ -121,10 +122,11 @@ def outputs(target: Target, drafter: str, drafting: Drafting) -> list[Any]:
     return Engine(target, load_drafter(drafter, target=target), 3, drafting).generate(PROMPTS, params)
 
 
+@pytest.mark.parametrize("way", ["off", "on"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_draft_tokens_are_those_of_the_folder(family: str, tmp_path: Path) -> None:
+def test_draft_tokens_are_those_of_the_folder(family: str, way: Any, tmp_path: Path) -> None:
     folder = load_target(write_folder(tmp_path / "folder", family), dtype="float32", device="cpu", backend="hf")
-    file = load_target(write_file(tmp_path / "model.gguf", family), device="cpu", compile="off")
+    file = load_target(write_file(tmp_path / "model.gguf", family), device="cpu", compile=way)
     for drafting in (Drafting(5), Drafting(tree_budget=9)):
         wanted, actual = (outputs(target, "mtp", drafting) for target in (folder, file))
         assert [own.token_ids for own in actual] == [own.token_ids for own in wanted]
@@ -133,12 +135,38 @@ def test_draft_tokens_are_those_of_the_folder(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_in_a_folder_is_compiled_for_a_compiled_target(family: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", family)
+    theirs = load_target(folder, dtype="float32", device="cpu", backend="hf")
+    ours = load_target(folder, dtype="float32", device="cpu", backend="native", compile="on")
+    for drafting in (Drafting(5), Drafting(tree_budget=9)):
+        wanted, actual = (outputs(target, "mtp", drafting) for target in (theirs, ours))
+        assert [own.token_ids for own in actual] == [own.token_ids for own in wanted]
+        assert [own.stats.committed for own in actual] == [own.stats.committed for own in wanted]
+    ways: list[dict[str, Any]] = [{"dtype": "bfloat16"}] + ([{"quantize": "int4"}] if family == "qwen3_5_text" else [])
+    for way in ways:
+        target = load_target(folder, **{"dtype": "float32", "device": "cpu", "compile": "on"} | way)
+        drafter: Any = load_drafter("mtp", target=target)
+        assert isinstance(drafter._run, CompiledDecoderHead) and drafter.bits == (4 if "quantize" in way else None)
+        plain, drafted = outputs(target, "none", Drafting(None)), outputs(target, "mtp", Drafting(4))
+        assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
+    assert [part.kind for part in load_drafter(target=ours).parts] == ["lookup", "mtp"]  # the default
+    assert load_drafter(target=theirs).kind == "lookup"
+    first = next(iter(head_of(family)))
+    tensors = {f"mtp.{name}": weight.contiguous() for name, weight in head_of(family).items() if name != first}
+    save_file(tensors, folder / "head.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match="tensors of its MTP head do not fit"):
+        load_drafter("mtp", target=ours)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kinds", ["Q8_0", {f"blk.{LAYERS}.": "Q8_0"}])  # of all matrices, or the head's alone
 def test_quantized_heads_change_no_output(kinds: Any, family: str, tmp_path: Path) -> None:
     path = write_file(tmp_path / "model.gguf", family, kinds)
-    target = load_target(path, device="cpu")
-    assert "compiled products" in target.running
-    drafter = load_drafter("mtp", target=target)
+    target = load_target(path, device="cpu", compile="on")
+    assert [part.kind for part in load_drafter(target=target).parts] == ["lookup", "mtp"]  # the default
+    drafter: Any = load_drafter("mtp", target=target)
+    assert drafter.compile_reason is None and isinstance(drafter._run, CompiledDecoderHead)
     assert drafter.kind == "mtp" and 0 < drafter.weight_bytes() < 2 * path.stat().st_size
     plain = [own.token_ids for own in outputs(target, "none", Drafting(None))]
     for drafting in (Drafting(4), Drafting(tree_budget=9), Drafting("auto")):

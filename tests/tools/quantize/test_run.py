@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from thinned import thinned
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "targets"))
+from tiny_families import write_model
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
@@ -113,6 +117,25 @@ def test_transformers_reads_the_same_numbers(models: dict[str, Path], tmp_path: 
         torch.testing.assert_close(weight, state[name], rtol=2e-3, atol=2e-3)
     logits = target.forward(tokens, chain_parents(*tokens.shape), target.new_cache(*tokens.shape)).logits
     assert (logits - theirs).std() < 0.1 * theirs.std()  # we round inputs, too
+
+
+def test_recurrent_layers_are_quantized_without_their_gates(tmp_path: Path) -> None:
+    source = write_model("qwen3_5_text", tmp_path / "source")
+    text = text_of(source)
+    done = quantize(source, tmp_path / "few", QuantizeSettings(4, 8), text)
+    plain = quantize(source, tmp_path / "plain", QuantizeSettings(4, 8))
+    assert done.perplexity is not None and plain.perplexity is None
+    assert done.perplexity.source == pytest.approx(perplexity(load(source), text.held_out), rel=1e-4)
+    assert done.perplexity.nearest == pytest.approx(perplexity(load(tmp_path / "plain"), text.held_out), rel=1e-3)
+    if done.is_calibrated:
+        assert done.perplexity.calibrated == pytest.approx(perplexity(load(tmp_path / "few"), text.held_out), rel=1e-3)
+    for name in ("few", "plain"):
+        target = load(tmp_path / name, compile="on")
+        layer = target.decoder.layers[0]
+        assert (layer.qkv.bits, layer.delta_gates.bits, target.running) == (4, None, "native, compiled, int4 weights")
+        assert perplexity(target, text.held_out) == pytest.approx(
+            perplexity(load(tmp_path / name), text.held_out), rel=0.02
+        )
 
 
 @pytest.mark.slow

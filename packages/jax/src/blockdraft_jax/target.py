@@ -79,8 +79,8 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
     with loading(path):
         config = text_part(load_config(path, options.revision))
     shape = decoder_config(config)
-    if shape.decode_only:
-        raise NotCovered(f"it has {shape.decode_only}")
+    if shape.unusual:
+        raise NotCovered(f"it has {shape.unusual}")
     if shape.fused_names:
         raise NotCovered("its checkpoint has fused projections")
     if getattr(config, "quantization_config", None):

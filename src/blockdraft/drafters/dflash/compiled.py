@@ -38,7 +38,7 @@ class CompiledDraftPass(CompiledNetwork):
             own.window, own.whole_block = kind.window or 0, not kind.causal
         head = None if self._reduced is None else self._pack(self._reduced.projection)
         self._model = self._model_fields(
-            config, network.norm.weight, head, embedding_scale=config.input_embedding_scale
+            config, head, norm=self._pointer(network.norm.weight), embedding_scale=config.input_embedding_scale
         )
         self._fc, self._hidden_norm = self._pack(network.fc), self._pointer(network.hidden_norm.weight)
         return_freed()

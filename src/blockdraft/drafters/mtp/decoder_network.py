@@ -67,6 +67,7 @@ class DecoderMTPNetwork(MTPHead):
         norms: Weights of the norms by name.
     """
 
+    architecture = "decoder_layer"
     config: DecoderMTPConfig
 
     def __init__(
@@ -80,11 +81,12 @@ class DecoderMTPNetwork(MTPHead):
         self._frequencies = rope_frequencies(decoder).to(layer.before_mlp.weight.device)
 
     @property
-    def _layer(self) -> DecoderLayer:
+    def layer(self) -> DecoderLayer:
+        """The only layer."""
         return cast(DecoderLayer, self.layers[0])
 
     def _heads(self, entries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        layer = self._layer
+        layer = self.layer
         angles = rope_angles(self.config.decoder, self._frequencies, positions, entries.dtype)[layer.rope]
         return layer.heads(layer.before_attention(entries.flatten(0, 1)), *angles, len(entries))
 
@@ -94,7 +96,7 @@ class DecoderMTPNetwork(MTPHead):
         return keys, values
 
     def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        entries, layer = self._entries(embedded, hidden_state), self._layer
+        entries, layer = self._entries(embedded, hidden_state), self.layer
         queries, new, gate = self._heads(entries, positions)
         attended = attend(queries.transpose(1, 2), *new.transpose(1, 2).chunk(2, dim=1))
         x = entries.flatten(0, 1) + layer.attended(attended.transpose(1, 2), gate)

@@ -13,13 +13,13 @@ import torch
 from blockdraft.drafters.base import DraftCost, DrafterSpec, read_network
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.mtp.decoder_network import DecoderMTPNetwork
-from blockdraft.drafters.mtp.in_target import find_head
+from blockdraft.drafters.mtp.in_target import find_head, holds_head
 from blockdraft.drafters.mtp.network import MTPHead, MTPNetwork
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, one_layer
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.targets import Target, read_gguf_head
+from blockdraft.targets import DecoderHead, Target, has_head, read_decoder_head, read_gguf_head, runs_heads
 
 # Model types with supported heads. In all of them, the next step reads the output of the last norm.
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -50,8 +50,7 @@ def own_head(target: Target) -> MTPHead:
     """
     folder = target.path
     if folder is not None and is_gguf(folder):
-        in_file = read_gguf_head(target)
-        return DecoderMTPNetwork(in_file.config, in_file.layer, in_file.fc, in_file.norms)
+        return _of_decoder(read_gguf_head(target))
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(
             f"The drafter mtp is the MTP head in the target's folder, and {folder or 'the target'} is no folder with a "
@@ -67,12 +66,32 @@ def own_head(target: Target) -> MTPHead:
             f"{', '.join(FAMILIES)} are. Use another drafter, such as a head that blockdraft train mtp trains."
         )
     head = find_head(folder, target.num_layers)
+    if runs_heads(target):
+        return _of_decoder(read_decoder_head(target, folder, *head.parts))
     mtp_config = TargetMTPConfig(layer=one_layer(config, head.has_experts), num_target_layers=target.num_layers)
     with torch.device("meta"):
         network = TargetMTPNetwork(mtp_config)
     tensors = head.read({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()})
     network.load_state_dict(tensors, assign=True)
     return network.to(target.device, target.dtype)
+
+
+def in_target(target: Target) -> bool:
+    """Return whether a target holds a head of a supported family that runs compiled for it."""
+    path = target.path
+    if path is None or not runs_heads(target):
+        return False
+    if is_gguf(path):
+        return has_head(open_gguf(path))
+    if not (path / "config.json").is_file() or not holds_head(path):
+        return False
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).get_text_config(decoder=True).model_type in FAMILIES
+
+
+def _of_decoder(head: DecoderHead) -> DecoderMTPNetwork:
+    return DecoderMTPNetwork(head.config, head.layer, head.fc, head.norms)
 
 
 DRAFTER = DrafterSpec(
@@ -83,4 +102,5 @@ DRAFTER = DrafterSpec(
     layouts=("mtp", "mtp_speculators"),
     drafter=MTPDrafter,
     cost=DraftCost(layers=1, block_size=4, serial=True),
+    in_target=in_target,
 )

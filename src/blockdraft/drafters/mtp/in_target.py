@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
     return StoredHead(folder, head, prefix, {name: prefix + own for name, own in NEXTN.items()})
 
 
+def holds_head(folder: Path) -> bool:
+    """Return whether files of a folder hold an MTP head by the names of Qwen's. Broken ones do not."""
+    with suppress(UsageError):
+        return any(name.startswith(QWEN) for name in _files(folder))
+    return False
+
+
 def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor by name."""
     if (folder / INDEX).is_file():
@@ -87,6 +95,14 @@ class StoredHead:
     def has_experts(self) -> bool:
         """Whether its MLP is a mixture of experts."""
         return any(".mlp.experts." in name for name in self.tensors)
+
+    @property
+    def parts(self) -> tuple[dict[str, Stored], dict[str, Stored]]:
+        """Tensors of the layer by their names in a layer, and those around it by their names in `MTPHead`."""
+        around = {f"{own}.weight": name for name, own in self.around.items()}
+        outside = {around[name]: tensor for name, tensor in self.tensors.items() if name in around}
+        layer = {name.removeprefix(self.layer): tensor for name, tensor in self.tensors.items() if name not in around}
+        return layer, outside
 
     def read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Read the tensors of `MTPHead` in the checkpoint's dtype, by their names there.

@@ -35,7 +35,11 @@ STRUCT(Convolution)
    are normed without weights, and outputs are multiplied by `scale`. place: where the layer's keys and values are among
    those of its store, which is the second one with `second`. shared: they are those that an earlier layer wrote.
    values_are_keys: values are keys before their norm. input_gate and input_projection add the layer's embedding of the
-   token, normed by after_input. */
+   token, normed by after_input.
+
+   delta_filter: null, or [delta_kernel, channels] of a gated delta net in the place of attention (deltanet.h). Then qkv gives
+   its channels and the gate of its output, and delta_gates shares and decays. fading, fading_bias: [value_heads], factors
+   on decays and what is added to them before. delta_norm: [value_dim]. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -51,7 +55,9 @@ STRUCT(Convolution)
     FIELD(S, const float *, after_experts) FIELD(S, const float *, expert_scale)                          \
     FIELD(S, Linear, input_gate) FIELD(S, Linear, input_projection) FIELD(S, const float *, after_input)  \
     FIELD(S, i64, head_dim) FIELD(S, i64, kv_heads) FIELD(S, i64, inner) FIELD(S, i64, place)             \
-    FIELD(S, i64, second) FIELD(S, i64, shared) FIELD(S, i64, values_are_keys) FIELD(S, float, scale)
+    FIELD(S, i64, second) FIELD(S, i64, shared) FIELD(S, i64, values_are_keys) FIELD(S, float, scale)     \
+    FIELD(S, Linear, delta_gates) FIELD(S, const float *, delta_filter) FIELD(S, const float *, fading)   \
+    FIELD(S, const float *, fading_bias) FIELD(S, const float *, delta_norm)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
@@ -63,7 +69,9 @@ STRUCT(Layer)
    softmaxes. share_scale: factor on shares. kernel: tokens that short convolutions read. clamp_alpha, clamp_limit: those
    of a clamped SwiGLU; without a limit there is none. head_dim, kv_heads, inner: the largest, if layers differ. input_size:
    size of each layer's embedding of a token, or 0. All of a token are a row of input_table; input_projection of its
-   embedding is normed by input_norm and added. */
+   embedding is normed by input_norm and added. gated: whether qkv gives each head's query, then its gate, which the output
+   of attention is multiplied with. key_heads to recurrent_layers: shape of gated delta nets, tokens that their
+   convolutions read, whether value heads that share a key head are key_heads apart, and number of such layers. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -75,8 +83,21 @@ STRUCT(Layer)
     FIELD(S, i64, experts) FIELD(S, i64, chosen) FIELD(S, i64, expert_inner) FIELD(S, i64, shared_inner)  \
     FIELD(S, i64, normed) FIELD(S, i64, sigmoid) FIELD(S, float, share_scale) FIELD(S, i64, kernel)   \
     FIELD(S, float, clamp_alpha) FIELD(S, float, clamp_limit) FIELD(S, Linear, input_table)             \
-    FIELD(S, Linear, input_projection) FIELD(S, const float *, input_norm) FIELD(S, i64, input_size)
+    FIELD(S, Linear, input_projection) FIELD(S, const float *, input_norm) FIELD(S, i64, input_size)      \
+    FIELD(S, i64, gated) FIELD(S, i64, key_heads) FIELD(S, i64, value_heads) FIELD(S, i64, key_dim)       \
+    FIELD(S, i64, value_dim) FIELD(S, i64, delta_kernel) FIELD(S, i64, tiled) FIELD(S, i64, recurrent_layers)
 STRUCT(Model)
+
+/* Recurrent states of a row, of all layers with a delta net. state: [layers, value_heads, value_dim / LANES, key_dim, LANES].
+   window: last inputs of the convolutions, [layers, delta_kernel - 1, channels]. Both are those after the committed tokens
+   once the `pending` nodes of an earlier call in `path` have been applied, whose trail is `past`. trail: gets what this
+   call's nodes leave, [nodes, layers, trail_size]. Or state_after and window_after get those after the first `count` nodes of
+   a chain. */
+#define Recurrent_FIELDS(FIELD, S)                                                                        \
+    FIELD(S, float *, state) FIELD(S, float *, window) FIELD(S, float *, past) FIELD(S, float *, trail)   \
+    FIELD(S, float *, state_after) FIELD(S, float *, window_after) FIELD(S, const i64 *, path)            \
+    FIELD(S, i64, pending) FIELD(S, i64, count)
+STRUCT(Recurrent)
 
 /* embedded: embeddings in the place of tokens, or null. reach: number of last committed tokens that nodes attend to. pool:
    threads of the call, or null. slots: size of the store. room: size of the workspace, in floats. store: [layers, keys and
@@ -84,7 +105,7 @@ STRUCT(Model)
    of the logits as `best_of` returns it, or null. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots:
    number of first committed tokens that no node attends to. done: nodes of each row that earlier calls have written behind
    the committed tokens. `parents`, [batch, done + nodes], includes them. inputs: inputs of short convolutions, [layers with
-   one, slots, hidden]. second_store: the store of layers with `second`. */
+   one, slots, hidden]. second_store: the store of layers with `second`. recurrent: states of each row, or null. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
     FIELD(S, const i64 *, target_layers) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded) \
@@ -95,7 +116,7 @@ STRUCT(Model)
     FIELD(S, float *, hidden_states) FIELD(S, float *, logits) FIELD(S, float *, workspace)               \
     FIELD(S, i64 *, best) FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)  \
     FIELD(S, float *, inputs) FIELD(S, void *, second_store) FIELD(S, i64, second_layer_stride)           \
-    FIELD(S, i64, second_head_stride)
+    FIELD(S, i64, second_head_stride) FIELD(S, const Recurrent *, recurrent)
 STRUCT(Call)
 
 /* Chains of draft tokens. kept: tokens of the head's outputs. tokens: [batch, draft_tokens + 1], the first of which is given.
@@ -118,7 +139,8 @@ typedef struct {
 /* Return the fields of all structs. The size of a struct, without a name, follows its fields; null ends the list. */
 const Field *fields(void) {
     static const Field all[] = {
-        DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call) DESCRIBED(Chain){0}};
+        DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Recurrent) DESCRIBED(Call)
+            DESCRIBED(Chain){0}};
     return all;
 }
 
@@ -246,6 +268,9 @@ static i64 check_mlp(const Model *m, const Layer *layer) {
     return wrong;
 }
 
+static i64 check_delta_layer(const Model *m, const Layer *layer);
+static i64 check_recurrent(const Model *m, const Call *call);
+
 static i64 check_layers(const Model *m) {
     const i64 H = m->hidden, inputs = m->num_layers * m->input_size;
     REFUSE(m->pairs && (!m->token_norm || !m->hidden_state_norm), POINTER);
@@ -261,10 +286,19 @@ static i64 check_layers(const Model *m) {
         REFUSE(layer->filter && (m->kernel < 1 || reads_pairs(m, index) || layer->attention_conv.taps), SIZES);
         i64 wrong = check_shaped(m, layer);
         REFUSE(wrong, -wrong);
+        if (layer->delta_filter) {
+            wrong = check_delta_layer(m, layer);
+            if (!wrong) wrong = check_mlp(m, layer);
+            REFUSE(wrong, -wrong);
+            REFUSE(layer->mlp_conv.taps, SIZES);
+            REFUSE(!layer->before_attention || !layer->before_mlp, POINTER);
+            continue;
+        }
         const Model own = shaped(m, layer);
         const i64 mixed = m->heads * own.head_dim, parts = layer->shared ? 0 : layer->values_are_keys ? 1 : 2;
-        const i64 outputs = layer->filter ? 3 * H : mixed + parts * own.kv_heads * own.head_dim;
-        REFUSE(parts < 2 && !layer->head_dim, SIZES);
+        const i64 queries = m->gated ? 2 * mixed : mixed;
+        const i64 outputs = layer->filter ? 3 * H : queries + parts * own.kv_heads * own.head_dim;
+        REFUSE((parts < 2 && !layer->head_dim) || (m->gated && (layer->head_dim || layer->filter)), SIZES);
         wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, outputs);
         if (!wrong) wrong = check_linear(&layer->output, layer->filter ? H : mixed, H);
         if (!wrong) wrong = check_mlp(&own, layer);
@@ -308,6 +342,8 @@ static i64 check_nodes(const Model *m, const Call *call) {
     REFUSE(wrong, -wrong);
     for (i64 node = 0; rows && node < call->batch * all; node++)
         REFUSE(call->parents[node] < -1 || call->parents[node] >= node % all, PARENTS);
+    const i64 unfit = rows ? check_recurrent(m, call) : 0;
+    REFUSE(unfit, -unfit);
     for (i64 k = 0; k < call->num_target_layer_ids; k++)
         REFUSE(call->target_layers[k] < 0 || call->target_layers[k] > m->num_layers, TARGET_LAYERS);
     REFUSE(call->num_logits && call->num_logits != rows && !call->logits_at, LOGITS);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -31,23 +31,23 @@ class CompiledAutoregressive(CompiledNetwork):
         network, host, owned: As in `CompiledNetwork`. The network has `layer_parts`.
     """
 
+    _normed_target_layers: Callable[[Tensor], Tensor] | None = None
+
     @torch.no_grad()
     def __init__(self, network: AutoregressiveNetwork, host: CompiledHost, owned: bool = False) -> None:
         config, parts = network.config, network.layer_parts
         if parts.normed_target_layers is not None:
             host = replace(host, own_head=None)  # the network has a head itself
         super().__init__(network, host, 1, owned)
-        self.embed, self.head, self.network = host.embed, host.head, network
         fuses, self._normed_target_layers = parts.normed_target_layers is not None, parts.normed_target_layers
-        self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
         self._pack_layer(self._layers[0], parts.layer)
         self._fc = self._pack(cast(nn.Linear, network.fc))
         own_head = self._pack(cast(nn.Linear, network.lm_head)) if fuses else None
         own_head = own_head if self._reduced is None else self._pack(self._reduced.projection)
         self._model = self._model_fields(
             config,
-            parts.norm.weight,
             own_head,
+            norm=self._pointer(parts.norm.weight),
             embedding_scale=1.0,
             joined=LinearFields() if fuses else self._fc,
             token_norm=self._pointer(parts.token_norm.weight),
@@ -56,13 +56,19 @@ class CompiledAutoregressive(CompiledNetwork):
             normed_stream=parts.normed_stream,
         )
         self._rotary = parts.rotary
-        self._scores = own_head is not None or self._target is not None
-        # The first output is fed to the next node. The target's head reads the last, unless the library runs it.
-        target_layers = [NORMED if parts.normed_feedback else STREAM]
-        self._target_layers = numbers(
-            target_layers if self._scores or parts.normed_feedback else [*target_layers, NORMED]
-        )
+        self._set_outputs(network, host, parts.normed_feedback, own_head is not None)
         return_freed()
+
+    def _set_outputs(
+        self, network: AutoregressiveNetwork, host: CompiledHost, normed_feedback: bool, has_head: bool = False
+    ) -> None:
+        """Set what calls return, and what embeds and scores tokens where the library cannot."""
+        self.embed, self.head, self.network = host.embed, host.head, network
+        self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
+        self._scores = has_head or self._target is not None
+        # The first output is fed to the next node. The target's head reads the last, unless the library runs it.
+        target_layers = [NORMED if normed_feedback else STREAM]
+        self._target_layers = numbers(target_layers if self._scores or normed_feedback else [*target_layers, NORMED])
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return super().state_bytes(batch, capacity) + 4 * batch * capacity * int(self.config.hidden_size)

@@ -6,13 +6,14 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.cpu.library import (
+    DELTA_GATES,
     KINDS,
     LAYER_INPUTS,
     NORMS,
@@ -26,6 +27,7 @@ from blockdraft.kernels.cpu.library import (
     num_threads,
     return_pool,
 )
+from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache, StateShape
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
@@ -35,6 +37,7 @@ from blockdraft.nn.packed import check_tokens
 MOST_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
 MOST_CHOSEN = 1024  # experts that a token uses
 MOST_SHAPES = 2  # of heads
+MOST_KEY = 256  # numbers of the longest key of a delta net
 FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the sequences
 EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
@@ -43,8 +46,8 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     """Return why a decoder has no compiled forward pass, or None if it has one."""
     if config.activation not in ("silu", "gelu_pytorch_tanh"):
         return f"it does not know the activation {config.activation}"
-    if config.delta_net is not None:
-        return "it does not know recurrent layers"
+    if config.delta_net is not None and config.delta_net.key_dim > MOST_KEY:
+        return f"keys of its delta nets have more than {MOST_KEY} numbers"
     if len(config.memories) > MOST_SHAPES:
         return f"it does not know heads of more than {MOST_SHAPES} shapes"
     if config.layer_input_size and config.layer_input_vocab < config.vocab_size:
@@ -85,6 +88,38 @@ def address(values: array[int]) -> int:
 def chain_parents(batch: int, count: int) -> array[int]:
     """Return the parents of `batch` chains of `count` nodes."""
     return numbers(list(range(-1, count - 1)) * batch)
+
+
+def shape_fields(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of `Model` of calls.h that describe the shapes of some layers of a decoder."""
+    fields: dict[str, Any] = {
+        "num_layers": len(layers),
+        "hidden": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": max(map(config.kv_heads_of, layers)),
+        "head_dim": max(map(config.head_dim_of, layers)),
+        "inner": max(config.dense_inner_size(layer) for layer in layers),
+        "gelu": config.activation != "silu",
+        "rotated": config.rotated,
+        "attention_scale": config.query_scale,
+        "attention_cap": config.attention_softcap or 0.0,
+        "kernel": config.conv_kernel,
+        "gated": config.gated,
+    }
+    if config.clamped is not None:
+        fields |= {"clamp_alpha": config.clamped.alpha, "clamp_limit": config.clamped.limit}
+    if config.experts is not None:
+        experts = config.experts
+        fields |= {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
+        fields |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
+        fields |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
+    recurrent = sum(config.layers[layer].recurrent for layer in layers)
+    if config.delta_net is not None and recurrent:
+        net = config.delta_net
+        names = ("key_heads", "value_heads", "key_dim", "value_dim", "tiled")
+        fields |= {name: getattr(net, name) for name in names}
+        fields |= {"delta_kernel": net.kernel, "recurrent_layers": recurrent}
+    return fields
 
 
 class CompiledLayers(ABC):
@@ -159,7 +194,46 @@ class CompiledLayers(ABC):
                 check_tokens(tokens, self._model.embedding.outputs)
             raise
 
-    def _pointer(self, weight: Tensor) -> int:
+    def _set_layer(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
+        """Set the fields of a layer of a decoder, whose weights are packed for the library."""
+        for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS, DELTA_GATES):
+            if hasattr(layer, name):
+                setattr(own, name, self.library.linear(getattr(layer, name)))
+        for name in (*NORMS, *NORMS_BESIDE, "after_input"):
+            norm: Norm | None = getattr(layer, name, None)
+            setattr(own, name, None if norm is None else self._exact_pointer(norm.weight))
+        if layer.delta_net is not None:
+            net = layer.delta_net
+            own.delta_filter, own.delta_norm = self._exact_pointer(net.kernel), self._exact_pointer(net.weight)
+            own.fading, own.fading_bias = self._exact_pointer(net.fading), self._exact_pointer(net.fading_bias)
+        elif layer.convolution is not None:
+            own.filter = self._exact_pointer(layer.convolution.kernel)
+        elif config.mixed:
+            self._set_shape(own, layer, config)
+        elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
+            own.query_norm = self._exact_pointer(layer.qk_norm.weight[0])
+            own.key_norm = self._exact_pointer(layer.qk_norm.weight[-1])
+        if layer.expert_bias is not None:
+            own.expert_bias = self._exact_pointer(layer.expert_bias)
+        own.sinks = None if layer.sinks is None else self._exact_pointer(layer.sinks)
+        own.window = config.layers[layer.number].window or 0
+
+    def _set_shape(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
+        """Set the fields of a layer whose shape differs from others'."""
+        number = layer.number
+        kind = config.layers[number]
+        keys_of = number if kind.keys_of is None else kind.keys_of
+        stores = list(config.memories.values())
+        second = keys_of not in stores[0]
+        own.head_dim, own.kv_heads = config.head_dim_of(number), config.kv_heads_of(number)
+        own.inner, own.place, own.second = config.dense_inner_size(number), stores[second].index(keys_of), second
+        own.shared, own.values_are_keys, own.scale = keys_of != number, kind.values_are_keys, float(layer.scalar)
+        own.query_norm = self._exact_pointer(layer.query_norm.weight)
+        own.key_norm = None if own.shared else self._exact_pointer(layer.key_norm.weight)
+        if layer.expert_scale is not None:
+            own.expert_scale = self._exact_pointer(layer.expert_scale)
+
+    def _exact_pointer(self, weight: Tensor) -> int:
         """Return a pointer to the weight in float32, which this object owns."""
         owned = weight.detach().float().contiguous()
         self._owners.append(owned)
@@ -181,87 +255,42 @@ class CompiledDecoder(CompiledLayers):
         library: As given.
         embedding, head: Embedding table and output head in the form of the library.
         lends_head: Whether the head alone gives the target's logits.
+        states: Shape of the states of delta nets, or None without any.
     """
 
     def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
         config = decoder.config
         super().__init__(library, len(config.layers), max_context)
         self._decoder = decoder
-        layer: Any  # types of submodules are unknown
         for own, layer in zip(self._layers, decoder.layers, strict=True):
-            for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS):
-                if hasattr(layer, name):
-                    setattr(own, name, library.linear(getattr(layer, name)))
-            for name in (*NORMS, *NORMS_BESIDE, "after_input"):
-                norm: Norm | None = getattr(layer, name, None)
-                setattr(own, name, None if norm is None else self._pointer(norm.weight))
-            if layer.convolution is not None:
-                own.filter = self._pointer(layer.convolution.kernel)
-            elif config.mixed:
-                self._set_shape(own, layer, config)
-            elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
-                own.query_norm = self._pointer(layer.qk_norm.weight[0])
-                own.key_norm = self._pointer(layer.qk_norm.weight[-1])
-            if layer.expert_bias is not None:
-                own.expert_bias = self._pointer(layer.expert_bias)
-            own.sinks = None if layer.sinks is None else self._pointer(layer.sinks)
-            own.window = config.layers[layer.number].window or 0
+            self._set_layer(own, layer, config)
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
         self.lends_head = config.logit_scale == 1
         # The library computes with hidden states over `residual_scale`, so that what layers add needs no factor, and
         # with the head's input times `logit_scale`.
         residual = config.residual_scale
         self._unscale = residual, 1 / config.logit_scale
-        routing: dict[str, float] = {}
-        if config.experts is not None:
-            experts = config.experts
-            routing = {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
-            routing |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
-            routing |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
         inputs: dict[str, Any] = {}
         if config.layer_input_size:
             inputs = {name: library.linear(getattr(decoder, name)) for name in ("input_table", "input_projection")}
-            inputs |= {"input_norm": self._pointer(decoder.input_norm.weight), "input_size": config.layer_input_size}
-        clamped, numbers_of_layers = config.clamped, range(len(config.layers))
+            inputs |= {
+                "input_norm": self._exact_pointer(decoder.input_norm.weight),
+                "input_size": config.layer_input_size,
+            }
+        self.states: StateShape | None = None
+        if config.delta_net is not None:
+            self.states = StateShape(config.delta_net, config.recurrent_layers, library.lanes)
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,
             head=self.head,
-            norm=self._pointer(decoder.norm.weight.float() * config.logit_scale),
-            num_layers=len(config.layers),
-            hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=max(map(config.kv_heads_of, numbers_of_layers)),
-            head_dim=max(map(config.head_dim_of, numbers_of_layers)),
-            inner=max(config.dense_inner_size(layer) for layer in numbers_of_layers),
-            gelu=config.activation != "silu",
-            rotated=config.rotated,
+            norm=self._exact_pointer(decoder.norm.weight.float() * config.logit_scale),
             eps=config.norm_eps / residual**2,
             embedding_scale=decoder.embedding_scale / residual,
-            attention_scale=config.query_scale,
-            attention_cap=config.attention_softcap or 0.0,
             logit_cap=config.final_softcap or 0.0,
-            kernel=config.conv_kernel,
-            clamp_alpha=0.0 if clamped is None else clamped.alpha,
-            clamp_limit=0.0 if clamped is None else clamped.limit,
-            **routing,
+            **shape_fields(config, range(len(config.layers))),
             **inputs,
         )
-
-    def _set_shape(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
-        """Set the fields of a layer whose shape differs from others'."""
-        number = layer.number
-        kind = config.layers[number]
-        keys_of = number if kind.keys_of is None else kind.keys_of
-        stores = list(config.memories.values())
-        second = keys_of not in stores[0]
-        own.head_dim, own.kv_heads = config.head_dim_of(number), config.kv_heads_of(number)
-        own.inner, own.place, own.second = config.dense_inner_size(number), stores[second].index(keys_of), second
-        own.shared, own.values_are_keys, own.scale = keys_of != number, kind.values_are_keys, float(layer.scalar)
-        own.query_norm = self._pointer(layer.query_norm.weight)
-        own.key_norm = None if own.shared else self._pointer(layer.key_norm.weight)
-        if layer.expert_scale is not None:
-            own.expert_scale = self._pointer(layer.expert_scale)
 
     def forward(
         self,
@@ -330,11 +359,25 @@ class CompiledDecoder(CompiledLayers):
             second_layer_stride=second.stride(0),
             second_head_stride=second.stride(1),
         )
-        self._run(call, end, tokens)
+        if isinstance(cache, CompiledRecurrentCache):
+            again = partial(self._read_again, tokens, cache, memories)
+            counts = [count] * batch if logits_at is None else (logits_at + 1).tolist()
+            with cache.recurring(parents, counts, logits_at is not None, again) as call.recurrent:
+                self._run(call, end, tokens)
+        else:
+            self._run(call, end, tokens)
         if hidden_states is not None and self._unscale != (1, 1):
             factors = [self._unscale[layer == len(config.layers)] for layer in target_layers]
             hidden_states.unflatten(2, (len(factors), config.hidden_size)).mul_(torch.tensor(factors).unsqueeze(-1))
         return logits, hidden_states, best
+
+    def _read_again(
+        self, tokens: Tensor, cache: CompiledRecurrentCache, memories: Sequence[Tensor], row: int, count: int
+    ) -> None:
+        """Read the first tokens of one sequence of an earlier call again, which were a chain."""
+        own, last = tokens[row : row + 1, :count], torch.tensor([count - 1])
+        parents = torch.arange(-1, count - 1)[None]
+        self.forward(own, parents, cache.of([cache.starts[row]]), memories, logits_at=last)
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
         config, tables = self._decoder.config, {}

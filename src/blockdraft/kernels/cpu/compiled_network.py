@@ -127,8 +127,12 @@ class CompiledNetwork(CompiledLayers):
     compile_reason: str | None = None
 
     def __init__(self, network: Any, host: CompiledHost, count: int, owned: bool) -> None:
+        self._begin(network, host, count, owned)
+
+    def _begin(self, network: Any, host: CompiledHost, count: int, owned: bool) -> None:
+        """Choose the library, and borrow what the target lends."""
         self.config: Any = network.config
-        library, self.bits = host.choose_library(network, self.config.head_dim)
+        library, self.bits = self._choose_library(network, host)
         super().__init__(library, count, EVERYWHERE)
         self._dtype, self._owned = host.dtype, owned
         self._packed: list[PackedLinear] = []
@@ -140,6 +144,10 @@ class CompiledNetwork(CompiledLayers):
         self._target = host.decoder if lends else None
         self._reduced = host.reduced_head if lends else None
 
+    def _choose_library(self, network: Any, host: CompiledHost) -> tuple[Library, int | None]:
+        """Return as `CompiledHost.choose_library`."""
+        return host.choose_library(network, self.config.head_dim)
+
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
 
@@ -150,24 +158,29 @@ class CompiledNetwork(CompiledLayers):
     def weight_bytes(self) -> int:
         return sum(layer.nbytes for layer in self._packed) + sum(owner.nbytes for owner in self._owners)
 
-    def _model_fields(self, config: Any, norm: Tensor, head: LinearFields | None, **fields: Any) -> ModelFields:
-        """Return the fields of the model with the lent embedding, and the given head or else the lent one."""
+    def _model_fields(self, config: Any, head: LinearFields | None, **fields: Any) -> ModelFields:
+        """Return the fields of the model with the lent embedding, and the given head or else the lent one.
+
+        Without fields of its shape, that is the usual one of a draft network.
+        """
         lent_embedding, lent_head = LinearFields(), LinearFields()
         if self._target is not None:
             lent_embedding, lent_head = self._target.embedding, self._target.head
+        if "heads" not in fields:
+            fields |= {
+                "num_layers": len(self._layers),
+                "hidden": config.hidden_size,
+                "heads": config.num_attention_heads,
+                "kv_heads": config.num_key_value_heads,
+                "head_dim": config.head_dim,
+                "inner": config.intermediate_size,
+                "attention_scale": config.head_dim**-0.5,
+            }
         return ModelFields(
             layers=self._layers,
             embedding=lent_embedding,
             head=lent_head if head is None else head,
-            norm=self._pointer(norm),
-            num_layers=len(self._layers),
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            inner=config.intermediate_size,
             eps=config.rms_norm_eps,
-            attention_scale=config.head_dim**-0.5,
             **fields,
         )
 
@@ -210,7 +223,8 @@ class CompiledNetwork(CompiledLayers):
         return call, end
 
     def _pointer(self, weight: Tensor) -> int:
-        return super()._pointer(weight.to(self._dtype))
+        """Return a pointer to the weight in float32, rounded to the network's dtype, which this object owns."""
+        return self._exact_pointer(weight.to(self._dtype))
 
     def _pack(self, *projections: nn.Linear, quantize: bool = True) -> LinearFields:
         """Pack projections together, quantized to `bits` unless `quantize` is False."""

@@ -252,6 +252,13 @@ static void store_value(const Model *m, const Layer *layer, const Call *call, i6
     if (flag) *flag = any_strange(x, D);
 }
 
+/* Return where the projection of a gated layer has the head that number `work` of `place` is. */
+static const float *in_projection(const Model *m, const float *projected, i64 work) {
+    const i64 all = m->heads + 2 * m->kv_heads, head = work % all;
+    const i64 before = work / all * (all + m->heads) + (head < m->heads ? 2 * head : head + m->heads);
+    return projected + before * m->head_dim;
+}
+
 /* `place` for one head of one node: number `work` of all. */
 static void place_head(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
                        i64 heads, uint8_t *strange, i64 work) {
@@ -284,12 +291,29 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
 
 /* Norm and rotate keys, and `heads` heads of queries. Write keys and values to the store, behind the committed tokens of
    each row. Without depths the nodes are a chain. `strange`, unless null, gets a 1 for each head and node whose values are
-   not finite, or not in the dtype of the store. */
+   not finite, or not in the dtype of the store. Unless `gated` is null, it is the projection of a gated layer that `qkv` is
+   copied from. */
 static void place(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
-                  i64 heads, uint8_t *strange) {
-    const i64 work = call->batch * call->nodes * (heads + 2 * m->kv_heads);
+                  i64 heads, uint8_t *strange, const float *gated) {
+    const i64 work = call->batch * call->nodes * (heads + 2 * m->kv_heads), D = m->head_dim;
     PIECES(t, work, 4, first, last)
-        for (i64 i = first; i < last; i++) place_head(m, layer, call, index, depths, qkv, heads, strange, i);
+        for (i64 i = first; i < last; i++) {
+            if (gated) memcpy(qkv + i * D, in_projection(m, gated, i), 4 * D);
+            place_head(m, layer, call, index, depths, qkv, heads, strange, i);
+        }
+}
+
+/* Multiply the output of attention with its gates. */
+static void gate_heads(Thread *t, const Model *m, i64 rows, const float *projected, float *mixed) {
+    const i64 D = m->head_dim, all = m->heads + 2 * m->kv_heads;
+    PIECES(t, rows * m->heads, 4, first, last)
+        for (i64 work = first; work < last; work++) {
+            const float *gate = in_projection(m, projected, work / m->heads * all + work % m->heads) + D;
+            for (i64 i = 0; i < D; i += LANES) {
+                const vec x = *(const vec *)(gate + i), share = sigmoid(x);
+                *(vec *)(mixed + work * D + i) *= choose(x == x, share, x);
+            }
+        }
 }
 
 /* Return the inner values of an MLP. */
@@ -388,7 +412,8 @@ static void tap(Thread *t, const Model *m, const Call *call, i64 layer, const fl
 
 /* Offsets in the workspace, in floats. `end` is the size that is needed. */
 typedef struct {
-    i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, routed, given, end;
+    i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, routed, given, projected;
+    i64 gates, end;
 } Places;
 
 /* Return whether inputs of a layer or of the head are rounded. */
@@ -399,7 +424,7 @@ static int rounds(const Model *m) {
         any = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
             || IS_INTEGER(&layer->down) || IS_INTEGER(&layer->router) || IS_INTEGER(&layer->shared_gate)
             || IS_INTEGER(&layer->shared_gate_up) || IS_INTEGER(&layer->shared_down) || IS_INTEGER(&layer->input_gate)
-            || IS_INTEGER(&layer->input_projection);
+            || IS_INTEGER(&layer->input_projection) || IS_INTEGER(&layer->delta_gates);
     }
     return any;
 }
@@ -431,6 +456,7 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     return part;
 }
 
+#include "deltanet.h"
 #include "experts.h"
 #include "shortconv.h"
 
@@ -442,9 +468,12 @@ static i64 widest_inner(const Model *m) {
 
 static i64 widest_input(const Model *m) {
     const i64 mixed = m->heads * m->head_dim, inner = widest_inner(m), more = mixed > inner ? mixed : inner;
-    const i64 own = m->pairs ? 2 * m->hidden : m->hidden;
-    return more > own ? more : own;
+    const i64 own = m->pairs ? 2 * m->hidden : m->hidden, values = delta_values(m);
+    const i64 widest = more > own ? more : own;
+    return widest > values ? widest : values;
 }
+
+static i64 larger(i64 x, i64 y) { return x > y ? x : y; }
 
 /* Return the offsets for `rows` nodes behind `done` earlier ones. */
 static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads) {
@@ -453,7 +482,7 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.x = p.depths + 2 * (done + rows);
     p.h = p.x + rows * m->hidden;
     p.qkv = p.h + rows * m->hidden;
-    p.wide = p.qkv + rows * (m->kernel && 3 * m->hidden > width ? 3 * m->hidden : width);
+    p.wide = p.qkv + rows * larger(m->kernel && 3 * m->hidden > width ? 3 * m->hidden : width, delta_channels(m));
     i64 most = 0; /* corrections of a node */
     for (i64 index = 0; index < m->num_layers; index++) {
         const i64 first = corrections_of(&m->layers[index].attention_conv);
@@ -462,7 +491,7 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
         if (second > most) most = second;
     }
     const i64 mixed = m->kernel && m->hidden > mix_width ? m->hidden : mix_width;
-    p.pairs = p.wide + rows * (2 * widest_inner(m) > mixed ? 2 * widest_inner(m) : mixed);
+    p.pairs = p.wide + rows * larger(2 * widest_inner(m) > mixed ? 2 * widest_inner(m) : mixed, delta_values(m));
     p.turned = p.pairs + (m->pairs ? 2 * rows * m->hidden : 0);
     p.corrections = p.turned + (most ? rows * m->hidden : 0);
     p.own = p.corrections + rows * most;
@@ -472,7 +501,9 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.routed = p.rounded + (rounds(m) ? rounded_size(rows, widest_input(m)) : 0);
     if (m->experts) p.routed += p.routed % 2; /* integers of 8 bytes come first */
     p.given = p.routed + routed_places(m, rows).end;
-    p.end = p.given + 2 * rows * m->num_layers * m->input_size;
+    p.projected = p.given + 2 * rows * m->num_layers * m->input_size;
+    p.gates = p.projected + rows * larger(m->gated ? width + mix_width : 0, delta_channels(m) + delta_values(m));
+    p.end = p.gates + rows * 2 * m->value_heads;
     return p;
 }
 
@@ -561,7 +592,7 @@ static void run_layers(Thread *t, const void *argument) {
     const i64 rows = call->batch * call->nodes, H = m->hidden;
     float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
     float *turned = w + at.turned, *corrections = w + at.corrections, *pairs = w + at.pairs;
-    float *given = w + at.given;
+    float *given = w + at.given, *projected = w + at.projected, *gates = w + at.gates;
     const i64 *depths = (i64 *)(w + at.depths);
     uint8_t *strange = (uint8_t *)(w + at.strange);
     const Rounded in = rounded_at(w + at.rounded, rows, widest_input(m));
@@ -579,7 +610,8 @@ static void run_layers(Thread *t, const void *argument) {
         project(t, &m->input_projection, x, H, in, rows, given, all, 0);
         PIECES(t, rows, 1, first, last) embed_for_layers(m, call, first, last, given, given + rows * all);
     }
-    i64 attends = 0, convolves = 0; /* layers so far */
+    if (m->recurrent_layers) move_windows(t, m, call);
+    i64 attends = 0, convolves = 0, recurs = 0; /* layers so far */
     for (i64 index = 0; index < f->m->num_layers; index++) {
         const Layer *layer = f->m->layers + index;
         const Model own = shaped(f->m, layer);
@@ -597,20 +629,29 @@ static void run_layers(Thread *t, const void *argument) {
         else
             read = input_of(t, &layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
         const int unused = index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits;
-        if (unused && !layer->filter) { /* only keys and values */
+        const i64 queries = m->gated ? 2 * mix_width : mix_width;
+        if (unused && !layer->filter && !layer->delta_filter) { /* only keys and values */
             if (layer->shared) return;
-            const Linear part = outputs_from(&layer->qkv, mix_width, layer->qkv.outputs - mix_width);
+            const Linear part = outputs_from(&layer->qkv, queries, layer->qkv.outputs - queries);
             project(t, &part, read, part.inputs, in, rows, qkv, keys, 0);
-            place(t, m, layer, call, place_of_layer, depths, qkv, 0, 0);
+            place(t, m, layer, call, place_of_layer, depths, qkv, 0, 0, 0);
             return;
         }
-        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, qkv, layer->filter ? 3 * H : mix_width + keys, 0);
-        if (layer->filter) {
+        float *to = m->gated || layer->delta_filter ? projected : qkv;
+        const i64 outputs = layer->filter || layer->delta_filter ? layer->qkv.outputs : queries + keys;
+        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, to, outputs, 0);
+        if (layer->delta_filter) {
+            round_inputs(t, &layer->delta_gates, read, H, rows, in);
+            project(t, &layer->delta_gates, read, H, in, rows, gates, 2 * m->value_heads, 0);
+            delta_net(t, m, layer, call, recurs++, depths, projected, gates, qkv, wide);
+            if (unused) return;
+        } else if (layer->filter) {
             short_convolution(t, m, layer, call, convolves++, qkv, wide);
             if (unused) return;
         } else {
-            place(t, m, layer, call, place_of_layer, depths, qkv, m->heads, strange);
+            place(t, m, layer, call, place_of_layer, depths, qkv, m->heads, strange, m->gated ? projected : 0);
             attention(t, m, layer, call, place_of_layer, strange, depths, qkv, wide, w + at.own, at.own_size);
+            if (m->gated) gate_heads(t, m, rows, projected, wide);
             attends++;
         }
         const i64 mixed = layer->output.inputs;
@@ -774,7 +815,7 @@ static void fill_context(Thread *t, const void *argument) {
         project(t, &part, h, H, in, rows, keys_values + index * rows * width, width, 0);
     }
     for (i64 index = 0; index < m->num_layers; index++)
-        place(t, m, m->layers + index, call, index, 0, keys_values + index * rows * width, 0, 0);
+        place(t, m, m->layers + index, call, index, 0, keys_values + index * rows * width, 0, 0, 0);
 }
 
 /* Write keys and values of committed tokens for all layers of a draft network. They are computed from the target's

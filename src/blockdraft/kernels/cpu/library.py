@@ -33,6 +33,7 @@ FACTOR = 4  # int8 numbers behind a key or a value that hold its factor
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 ROUTED = ("router", "shared_gate_up", "shared_down", "shared_gate")  # of layers with routed experts
 LAYER_INPUTS = ("input_gate", "input_projection")  # of layers with embeddings of their own
+DELTA_GATES = "delta_gates"  # projection of a gated delta net to shares and decays
 NORMS_BESIDE = ("before_router", "before_experts", "after_shared", "after_experts")  # of experts beside an MLP
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 
@@ -81,6 +82,8 @@ class LayerFields(Fields):
         *((name, c_int64) for name in ("head_dim", "kv_heads", "inner", "place", "second", "shared")),
         ("values_are_keys", c_int64),
         ("scale", c_float),
+        (DELTA_GATES, LinearFields),
+        *((name, c_void_p) for name in ("delta_filter", "fading", "fading_bias", "delta_norm")),
     ]
 
 
@@ -104,7 +107,18 @@ class ModelFields(Fields):
         *((name, c_float) for name in ("clamp_alpha", "clamp_limit")),
         *((name, LinearFields) for name in ("input_table", "input_projection")),
         ("input_norm", c_void_p),
-        ("input_size", c_int64),
+        *((name, c_int64) for name in ("input_size", "gated", "key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("delta_kernel", "tiled", "recurrent_layers")),
+    ]
+
+
+class RecurrentFields(Fields):
+    """`Recurrent` of calls.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("state", "window", "past", "trail", "state_after", "window_after", "path")),
+        ("pending", c_int64),
+        ("count", c_int64),
     ]
 
 
@@ -129,6 +143,7 @@ class CallFields(Fields):
         ("inputs", c_void_p),
         ("second_store", c_void_p),
         *((name, c_int64) for name in ("second_layer_stride", "second_head_stride")),
+        ("recurrent", POINTER(RecurrentFields)),
     ]
 
 
@@ -161,6 +176,7 @@ STRUCTS: Mapping[str, type[Fields]] = {
     "Convolution": ConvolutionFields,
     "Layer": LayerFields,
     "Model": ModelFields,
+    "Recurrent": RecurrentFields,
     "Call": CallFields,
     "Chain": ChainFields,
 }

@@ -11,7 +11,17 @@ import torch
 from blockdraft.kernels.cpu.library import KINDS, STORES, Library
 
 SOURCE = Path(__file__).with_name("decoder.c")
-HEADERS = ("attention.h", "kernels.h", "integers.h", "experts.h", "shortconv.h", "calls.h", "pool.h", "pack.h")
+HEADERS = (
+    "attention.h",
+    "kernels.h",
+    "integers.h",
+    "deltanet.h",
+    "experts.h",
+    "shortconv.h",
+    "calls.h",
+    "pool.h",
+    "pack.h",
+)
 INCLUDED = tuple(SOURCE.with_name(name) for name in HEADERS)
 # Sums must have the same bits on all machines, so the compiler may fuse and reorder nothing.
 FLAGS = ("-O2", "-ffp-contract=off", "-shared", "-fPIC")

@@ -259,8 +259,8 @@ def open_gguf_checkpoint(
         weights = replace(decoder_weights(file, actual), expanded=frozenset())
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
-    if wanted.decode_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.decode_only}. Decode with it as it is.")
+    if wanted.unusual and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.unusual}. Decode with it as it is.")
     few = sorted(weights.kinds - set(FLOATS))
     if few and doing == "quantized":
         raise UsageError(

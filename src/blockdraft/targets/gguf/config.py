@@ -24,7 +24,9 @@ FAMILIES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe",
-    "qwen3": "qwen3",
+    "qwen3vl": "qwen3",  # the text part of Qwen3-VL
+    "qwen3vlmoe": "qwen3_moe",
+    "qwen3": "qwen3",  # behind the others of its family, so that files are written as this one
     "qwen3moe": "qwen3_moe",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
@@ -36,6 +38,7 @@ FAMILIES = {
     "granite": "granite",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
+    "mistral3": "ministral3",
     "phi3": "phi3",
     "smollm3": "smollm3",
 }
@@ -55,6 +58,7 @@ CAUSAL_LMS = {
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
@@ -70,7 +74,7 @@ WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose sco
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
 DELTA_NETS = ("qwen35", "qwen35moe")  # architectures with gated delta nets
 PARTLY_ROTATED = ("phi3", *DELTA_NETS)  # architectures that may rotate a part of each head
-MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen35moe")
+MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe")
 CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
 KV_HEADS = "attention.head_count_kv"
 SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
@@ -148,6 +152,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
             raise NotCovered("its attention does not depend on positions")
         fields |= {field: get(key, default) or default for field, (key, default) in GRANITE_SCALES.items()}
         fields["attention_multiplier"] = get("attention.scale", 0.0) or head_dim**-0.5
+    elif name == "mistral3":
+        fields["sliding_window"] = None
     elif name in DELTA_NETS:
         fields |= delta_net_fields(get, fields)
     elif name in CONVOLVED:
@@ -193,12 +199,17 @@ def rope_parameters(get: Get) -> dict[str, Any]:
         return parameters
     if kind == "linear":
         return parameters | {"rope_type": "linear", "factor": factor}
-    unusual = [key for key in ("ext_factor", "attn_factor", "log_multiplier") if get(f"rope.scaling.yarn_{key}", None)]
+    beta = get("attention.temperature_scale", None)  # of Ministral 3, beyond the original context
+    keys = ("ext_factor", "attn_factor", *(() if beta else ("log_multiplier",)))
+    unusual = [key for key in keys if get(f"rope.scaling.yarn_{key}", None)]
     if kind != "yarn" or unusual or get("rope.scaling.attn_factor", 1.0) != 1:
         raise NotCovered(f"its rotary embeddings are scaled by {' '.join([kind, *unusual])}")
     longest = get("rope.scaling.original_context_length", get("context_length"))
     speeds = {f"beta_{name}": get(f"rope.scaling.yarn_beta_{name}", None) for name in ("fast", "slow")}
     given = {name: value for name, value in speeds.items() if value is not None}
+    if beta:
+        weight = get("rope.scaling.yarn_log_multiplier", 1.0)
+        given |= {"llama_4_scaling_beta": beta, "mscale": weight, "mscale_all_dim": weight}
     return parameters | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": longest, **given}
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import GGUFFile, dense, open_gguf
-from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, plain
 from blockdraft.nn.packed import PackedLinear, pack_weights
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered, Target
 from blockdraft.targets.checkpoint import loading
+from blockdraft.targets.decoder_head import DecoderHead, with_head_layer
 from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.checkpoint import file_packing, understanding
 from blockdraft.targets.gguf.config import gguf_config
@@ -25,29 +23,12 @@ NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm"
 FUSION = "eh_proj"
 
 
-@dataclass(frozen=True)
-class GGUFHead:
-    """MTP head of a GGUF file.
-
-    Attributes:
-        config: Configuration of the decoder with the head's layer as its last.
-        layer: The head's layer.
-        fc: Projection of embedding and hidden state.
-        norms: Weights of the norms of embedding and hidden state, and behind the layer, as `NORMS` names them.
-    """
-
-    config: DecoderConfig
-    layer: DecoderLayer
-    fc: PackedLinear
-    norms: dict[str, Tensor]
-
-
 def has_head(file: GGUFFile) -> bool:
     """Return whether a file holds MTP heads."""
     return bool(file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers"))
 
 
-def read_gguf_head(target: Target) -> GGUFHead:
+def read_gguf_head(target: Target) -> DecoderHead:
     """Read the MTP head in a target's file, in the target's dtype and on its device, packed for its kernels.
 
     Raises:
@@ -66,11 +47,7 @@ def read_gguf_head(target: Target) -> GGUFHead:
         number = len(config.layers)
         if file.metadata[f"{file.metadata['general.architecture']}.nextn_predict_layers"] != 1:
             raise NotCovered("it has several MTP layers, of which only one is supported")
-        kind = next((kind for kind in config.layers if not kind.recurrent), None)
-        if kind is None:
-            raise NotCovered("none of its layers has attention, as that of its MTP head has")
-        kind = replace(kind, routed=f"blk.{number}.ffn_gate_inp.weight" in file.tensors)
-        config = replace(config, layers=(*config.layers, kind))
+        config = with_head_layer(config, f"blk.{number}.ffn_gate_inp.weight" in file.tensors)
         weights = layer_weights(file, config, number)
         size, parts = config.hidden_size, {}
         for name in (*NORMS.values(), FUSION):
@@ -108,4 +85,4 @@ def read_gguf_head(target: Target) -> GGUFHead:
             if isinstance(product, PackedLinear):
                 product.dtype = target.dtype
         norms = {ours: plain(to_target(parts[theirs].read())) for ours, theirs in NORMS.items()}
-    return GGUFHead(config, layer, fc, norms)
+    return DecoderHead(config, layer, fc, norms)

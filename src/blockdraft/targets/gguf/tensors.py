@@ -32,7 +32,7 @@ PACKED_KINDS = SIMILAR_KINDS | {"MXFP4", "Q4_0", "Q4_1", "Q8_0"}  # types that t
 HALF_EXPONENTS = (104, 143)  # of scales in MXFP4 that are exact in float16
 GATE_UP = "blk.0.ffn_gate_up_exps.weight"  # Gemma 4's, where the file does not hold two matrices
 LOGARITHM = ".linear_attn.A_log"
-INTERLEAVED = ("llama", "granite", "smollm3")  # architectures that rotate neighbouring channels together
+INTERLEAVED = ("llama", "granite", "mistral3", "smollm3")  # architectures that rotate neighbouring channels together
 # Parts of our names, and what the converter has for them.
 SHOWN = (
     (".dt_bias", ".dt_proj.bias"),

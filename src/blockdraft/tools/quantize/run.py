@@ -17,7 +17,8 @@ from blockdraft.formats.quantized.compressed_tensors import PACKED
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.decoder import rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.decoder_layer import DecoderLayer, Norm
+from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm
+from blockdraft.nn.delta_net import Ancestry, TreeRecurrence
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight, best_group, check_group
 from blockdraft.nn.quantize_weight import quantize_weight, quantize_weight_gptq
@@ -126,19 +127,21 @@ def quantization_config(source: OpenCheckpoint, settings: QuantizeSettings, grou
     own_head = not source.wanted.tied_head
     if settings.tables == "8":
         groups["group_1"] = rounding(["re:.*embed_tokens$", *(["lm_head"] if own_head else [])], TABLE_BITS)
+    net = source.wanted.delta_net
+    gates = [] if net is None else [f"re:.*{name}$" for name in net.gates]
     return {
         "quant_method": "compressed-tensors",
         "format": PACKED,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [] if own_head and settings.tables == "8" else ["lm_head"],
+        "ignore": [*([] if own_head and settings.tables == "8" else ["lm_head"]), *gates],
         "kv_cache_scheme": None,
         SOURCE: source.source_fingerprint,
     }
 
 
 def _group(wanted: DecoderConfig, settings: QuantizeSettings) -> int:
-    widths = {shape[1] for name, shape in wanted.tensor_shapes().items() if _bits(name, shape, settings)}
+    widths = {shape[1] for name, shape in wanted.tensor_shapes().items() if _bits(wanted, name, shape, settings)}
     if settings.group is None:
         return best_group(gcd(*widths))
     for width in sorted(widths):
@@ -146,8 +149,10 @@ def _group(wanted: DecoderConfig, settings: QuantizeSettings) -> int:
     return settings.group
 
 
-def _bits(name: str, shape: tuple[int, ...], settings: QuantizeSettings) -> int | None:
+def _bits(wanted: DecoderConfig, name: str, shape: tuple[int, ...], settings: QuantizeSettings) -> int | None:
     """Return the bits of a tensor, or None if it is not quantized."""
+    if wanted.is_gate(name):
+        return None
     if name in (TABLE, HEAD):
         return TABLE_BITS if settings.tables == "8" else None
     return settings.bits if len(shape) == 2 else None
@@ -157,7 +162,7 @@ def _bytes(source: OpenCheckpoint, settings: QuantizeSettings, group: int) -> in
     """Estimate the bytes of the written weights."""
     total = 0
     for name, shape in source.wanted.tensor_shapes().items():
-        bits = _bits(name, shape, settings)
+        bits = _bits(source.wanted, name, shape, settings)
         total += prod(shape) * (bits or 32) // 8 + (prod(shape) // group * 3 if bits else 0)
     return total
 
@@ -169,7 +174,7 @@ def _nearest(
     shapes = source.wanted.tensor_shapes()
     for done, (name, shape) in enumerate(shapes.items()):
         progress("rounding", done, len(shapes))
-        bits, tensor = _bits(name, shape, settings), source.tensors[name].tensor()
+        bits, tensor = _bits(source.wanted, name, shape, settings), source.tensors[name].tensor()
         yield name, tensor if bits is None else quantize_weight(tensor, bits, group, settings.zero_points)
     progress("rounding", len(shapes), len(shapes))
 
@@ -203,7 +208,10 @@ class LayerwiseForward:
         batch = max(1, TOKENS // self.length)
         for begin in range(0, len(states), batch):
             some = states[begin : begin + batch]
-            store = torch.zeros(len(some), 2 * config.num_kv_heads, self.length, config.head_dim)
+            store: Memory = torch.zeros(len(some), 2 * config.num_kv_heads, self.length, config.head_dim)
+            if layer.delta_net is not None:
+                ancestry = Ancestry.of_chains(len(some), self.length, layer.delta_net.config.kernel)
+                store = TreeRecurrence(layer.delta_net.empty(len(some)), ancestry)
             angles, mask = self._angles[layer.rope], self._masks[layer.mask]
             rows = layer(some.flatten(0, 1), angles, torch.arange(self.length), mask, store)
             out[begin : begin + batch] = rows.view_as(some)
@@ -298,6 +306,10 @@ class _CalibratedRounding:
         """Yield all tensors of a layer, with weights whose rounding errors compensate each other."""
         wanted, settings = self.source.wanted, self.settings
         for projection, parts in wanted.projections(number).items():
+            if any(wanted.is_gate(name) for name, _ in parts):
+                for name, _ in parts:
+                    yield f"{name}.weight", self.source.tensors[f"{name}.weight"].tensor()
+                continue
             whole: PackedLinear = getattr(layer, projection)
             weight = quantize_weight_gptq(
                 whole.weight, sums[projection], settings.bits, self.group, settings.zero_points
@@ -308,7 +320,7 @@ class _CalibratedRounding:
                 begin += rows
                 if wanted.has_bias(number, projection):
                     yield f"{name}.bias", self.source.tensors[f"{name}.bias"].tensor()
-        for name in wanted.norms(number).values():
+        for name in (*wanted.norms(number).values(), *wanted.other_tensors(number)):
             yield name, self.source.tensors[name].tensor()
 
     def _exact(self, name: str) -> Tensor:
@@ -316,7 +328,7 @@ class _CalibratedRounding:
 
     def _nearest(self, name: str) -> Weight:
         stored = self.source.tensors[name]
-        bits = _bits(name, stored.shape, self.settings)
+        bits = _bits(self.source.wanted, name, stored.shape, self.settings)
         return (
             stored.tensor()
             if bits is None

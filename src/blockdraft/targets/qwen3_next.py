@@ -1,0 +1,48 @@
+"""Tensors of Qwen3-Next checkpoints, by the names of the native decoder.
+
+Checkpoints hold all projections of a gated delta net in two matrices, the outputs of each key head side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from blockdraft.formats.stored import Stored
+from blockdraft.nn.quantization import QuantizedWeight
+from blockdraft.targets.model_config import AnyConfig
+
+NET = ".linear_attn."
+
+
+def qwen3_next_tensors(tensors: Mapping[str, Stored], config: AnyConfig) -> dict[str, Stored]:
+    """Return tensors under our names. Tensors with our names stay as they are."""
+    heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    group = config.linear_num_value_heads // heads
+    values = group * config.linear_value_head_dim
+    # Outputs of a key head in each matrix, and which of them ours have.
+    splits: dict[str, tuple[list[int], dict[str, list[int]]]] = {
+        "in_proj_qkvz.weight": ([key_dim, key_dim, values, values], {"in_proj_qkv": [0, 1, 2], "in_proj_z": [3]}),
+        "in_proj_ba.weight": ([group, group], {"in_proj_b": [0], "in_proj_a": [1]}),
+    }
+    own = dict[str, Stored]()
+    for name, tensor in tensors.items():
+        layer, net, part = name.partition(NET)
+        sizes, names = splits.get(part, ([], {}))
+        if not net or not sizes or tensor.shape[0] != heads * sum(sizes):
+            own[name] = tensor
+            continue
+        parts = torch.arange(tensor.shape[0]).view(heads, -1).split(sizes, dim=1)
+        for ours, numbers in names.items():
+            rows = torch.cat([parts[number].flatten() for number in numbers])
+            shape = (len(rows), *tensor.shape[1:])
+            own[f"{layer}{NET}{ours}.weight"] = Stored(shape, tensor.kind, partial(_read, tensor, rows))
+    return own
+
+
+def _read(tensor: Stored, rows: Tensor) -> Tensor | QuantizedWeight:
+    weight = tensor.read()
+    return weight.channels(rows) if isinstance(weight, QuantizedWeight) else weight[rows]

@@ -1,0 +1,81 @@
+"""Prefixes of sequences with recurrent states: shared between requests, kept between turns, and stored on disk."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "targets"))
+from tiny_families import write_model
+
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.engine.scheduler import LAST_TOKENS
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+GREEDY = SamplingParams(12, ignore_eos=True)
+SYSTEM = [(7 * i * i + 3) % 250 + 4 for i in range(70)]
+DRAFTERS = pytest.mark.parametrize("drafter", ["none", "lookup"])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = write_model("qwen3_5_text", tmp_path_factory.mktemp("model"))
+    loaded = load_target(folder, dtype="float32", device="cpu", compile="on")
+    assert not loaded.can_truncate and loaded.keeps_checkpoints
+    return loaded
+
+
+def engine(target: Target, drafter: str = "none", **more: Any) -> Engine:
+    settings = {"max_batch_size": 2, "prefix_tokens": 600, "prefill_tokens": 32} | more
+    return Engine(
+        target, load_drafter(drafter, target=target), drafting=Drafting(4) if drafter != "none" else None, **settings
+    )
+
+
+def alone(target: Target, prompt: list[int]) -> list[int]:
+    [answer] = Engine(target, load_drafter("none", target=target)).generate([prompt], GREEDY)
+    return answer.token_ids
+
+
+@DRAFTERS
+def test_the_next_turn_reads_what_is_new(target: Target, drafter: str) -> None:
+    first = [*SYSTEM, 30, 31, 32]
+    with engine(target, drafter) as running:
+        [answer] = running.generate([first], GREEDY)
+        assert answer.token_ids == alone(target, first) and answer.stats.remembered == 0
+        changed = [*first[:-5], 50, 51, 52]  # such as another way to begin an answer
+        [other] = running.generate([changed], GREEDY)
+        assert other.stats.remembered == len(first) - LAST_TOKENS
+        assert other.token_ids == alone(target, changed)
+        whole = [*first, *answer.token_ids, 40, 41, 42]
+        [second] = running.generate([whole], GREEDY)
+        # All but the last token of an answer has been read, and perhaps a draft of it.
+        assert len(first) + len(answer.token_ids) - 1 <= second.stats.remembered <= len(whole) - 3
+        assert second.token_ids == alone(target, whole)
+        [third] = running.generate([[*whole, 60]], GREEDY)
+        assert third.stats.remembered >= len(whole) and third.token_ids == alone(target, [*whole, 60])
+
+
+@DRAFTERS
+def test_requests_that_run_together_share_what_one_has_read(target: Target, drafter: str) -> None:
+    prompts = [[*SYSTEM, 30 + i, 31, 32 + i] for i in range(4)]
+    with engine(target, drafter) as running:
+        answers = running.generate(prompts, GREEDY)
+    assert [answer.token_ids for answer in answers] == [alone(target, prompt) for prompt in prompts]
+    assert sum(answer.stats.remembered > 0 for answer in answers) >= 2
+
+
+def test_instructions_are_stored_on_disk(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    prompts = [[*SYSTEM, 30 + i, 31, 32 + i] for i in range(3)]
+    for number, prompt in enumerate(prompts):
+        with engine(target, stored_prefix_tokens=48) as running:
+            if number == 0:  # stored once two have come
+                running.submit([*SYSTEM, 9, 9], GREEDY, instruction_tokens=len(SYSTEM)).result()
+            done = running.submit(prompt, GREEDY, instruction_tokens=len(SYSTEM)).result().checked()
+            assert done.token_ids == alone(target, prompt)
+            assert done.stats.remembered == len(SYSTEM)
+        assert len(list(tmp_path.glob("prefixes/*.prefix"))) == 1
