@@ -565,10 +565,9 @@ static Places places(const Model *m, i64 batch, i64 nodes, i64 done, i64 threads
     return p;
 }
 
-/* Return the number of floats in the workspace of `decoder_forward`, for sequences that reach `slots` slots, including
-   those of their nodes. Nodes of earlier calls take less. */
-i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
-    i64 wrong = check_shape(m, batch, nodes, slots, threads);
+/* Return the number of floats in the workspace of `decoder_forward`. Nodes of earlier calls take less. */
+i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 threads) {
+    i64 wrong = check_shape(m, batch, nodes, 0, threads);
     return wrong ? wrong : places(m, batch, nodes, 0, threads).end;
 }
 
