@@ -70,6 +70,24 @@ def test_fewer_slots_where_the_memory_does_not_suffice(
     assert Engine(target, drafter, drafting=Drafting(None)).cache_tokens == part.cache_tokens
 
 
+def test_fewer_slots_where_other_programs_use_the_memory(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(**given: int) -> Engine:
+        return Engine(target, drafter, 5, Drafting(None), shares_memory=True, **given)
+
+    whole, longest = Engine(target, drafter, 5, Drafting(None)), Engine(target, drafter, 1, Drafting(None)).cache_tokens
+    assert shared().cache_tokens == whole.cache_tokens  # a small model
+    assert shared(cache_tokens=longest + 3).cache_tokens == longest + 3
+    monkeypatch.setattr(kv_slots, "USUAL_BYTES", whole.memory.bytes(2 * longest))
+    for given in ({}, {"cache_tokens": 3 * longest}, {"prefix_tokens": 100}):
+        assert shared(**given).cache_tokens == 2 * longest
+    monkeypatch.setattr(kv_slots, "USUAL_BYTES", 1)  # one request has room in any case
+    assert shared().cache_tokens == longest
+    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: whole.memory.bytes(longest) - 1)
+    assert shared().cache_tokens < longest
+
+
 def test_too_little_memory_is_refused_before_decoding(target: Target, drafter: Drafter) -> None:
     with pytest.raises(ValueError, match=r"needs \d+ slots .* the cache has 0; .* more cache_tokens or memory"):
         Engine(target, drafter, memory_limit=1000, drafting=Drafting(None)).generate([[5, 6, 7]], SamplingParams(20))

@@ -93,7 +93,8 @@ def _engine(
     from blockdraft.engine.prefix_store import STORED_TOKENS
 
     target = replace(model, backend=backend).load_for(drafter.drafter, drafter.draft_vocab)
-    cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, target.device.type == "cpu")
+    on_cpu = target.device.type == "cpu"
+    cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, on_cpu)
     return Engine(
         target,
         drafter.load(target),
@@ -101,6 +102,7 @@ def _engine(
         drafting,
         prefix_tokens=prefix_tokens,
         cache_tokens=cache_tokens,
+        shares_memory=on_cpu and settings.cache_tokens is None,
         stored_prefix_tokens=STORED_TOKENS if settings.stored_prefixes else 0,
     )
 
@@ -139,7 +141,8 @@ def announce(service: Service, bound: socket.socket, check_result: str | None) -
         f"{engine.target.running}",
         *([f"Threads  {threads_in_words()}"] if engine.target.device.type == "cpu" else []),
         f"Drafter  {about['drafter']}, {limits}" if engine.controller.max_draft_tokens else "Drafter  none",
-        f"Memory   up to {engine.memory_bytes() / 2**20:.0f} MiB for {engine.max_batch_size} requests at a time",
+        f"Memory   up to {engine.memory_bytes() / 2**20:.0f} MiB besides the weights, for {engine.cache_tokens} tokens "
+        f"of {engine.max_batch_size} requests at a time and of kept prefixes",
         *([] if service.settings.host in LOOPBACK else [f"Network  {NETWORK.format(bound.getsockname()[1])}"]),
         f"Page     {url}/",
         f"Call     curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{call}'",

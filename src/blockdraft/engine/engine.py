@@ -50,6 +50,8 @@ class Engine:
         prefill_tokens: Most prompt tokens that are read between two steps; None is 256 on a CPU and 2048 elsewhere.
         stored_prefix_tokens: Least `instruction_tokens` of a request that are stored in the cache folder, from which
             later engines of this pair load them; 0 stores none, nor does a pair that `PrefixStore` does not support.
+        shares_memory: Whether other programs use the memory as well. Then `cache_tokens` are fewer where they need
+            more than 1.5 GiB, but enough for one request of the greatest length.
 
     Raises:
         UsageError: A number is too small, the block is longer than the drafter's, or the target cannot score trees.
@@ -70,6 +72,7 @@ class Engine:
         cache_tokens: int | None = None,
         prefill_tokens: int | None = None,
         stored_prefix_tokens: int = 0,
+        shares_memory: bool = False,
     ) -> None:
         if prefill_tokens is None:
             prefill_tokens = PREFILL_TOKENS_CPU if target.device.type == "cpu" else PREFILL_TOKENS
@@ -112,6 +115,8 @@ class Engine:
         )
         self.stored_prefix_tokens = stored_prefix_tokens if PrefixStore.supports(target, drafter) else 0
         self._prefix_store: PrefixStore | None = None
+        if shares_memory:
+            cache_tokens = self.memory.usual_slots(prefix_tokens, cache_tokens)
         self._cache_tokens, self._memory_limit = cache_tokens, memory_limit
         self._lock = threading.Lock()
         self._scheduler: Scheduler | None = None

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 16  # tokens; a shorter common prefix is not worth a copy
 SHARE = 0.9  # of the free memory
+USUAL_BYTES = 3 << 29  # of caches and workspace on a machine that other programs use as well
 URGENT_SHARE = 0.25  # of the kept tokens, for urgent requests, of which a typist sends many
 
 
@@ -363,8 +364,25 @@ class Memory:
         Args:
             limit: Most bytes to take; None is `SHARE` of the free memory of the device.
         """
-        wanted = self.max_batch_size * self._max_sequence_slots + prefix_tokens
         most = int(SHARE * free_bytes(self.target.device)) if limit is None else limit
+        return self._fitting(self._full(prefix_tokens), most)
+
+    def usual_slots(self, prefix_tokens: int, most: int | None) -> int:
+        """Return the slots for a machine that other programs use as well.
+
+        These are at most `most`, or without it as many as `slots` wants, and no more than fit into USUAL_BYTES. One
+        sequence of the greatest length has room in any case, unless it needs more than `SHARE` of the free memory.
+        """
+        wanted = self._full(prefix_tokens) if most is None else most
+        least = self.bytes(min(wanted, self._max_sequence_slots))
+        return self._fitting(wanted, min(int(SHARE * free_bytes(self.target.device)), max(USUAL_BYTES, least)))
+
+    def _full(self, prefix_tokens: int) -> int:
+        """Return the slots for a full batch of the longest sequences and for kept prefixes."""
+        return self.max_batch_size * self._max_sequence_slots + prefix_tokens
+
+    def _fitting(self, wanted: int, most: int) -> int:
+        """Return at most `wanted` slots, which take at most so many bytes."""
         if self.bytes(wanted) <= most:
             return wanted
         fits, too_many = 0, wanted

@@ -99,7 +99,7 @@ static i64 forward(Pool *pool, const Model *m, float *logits) {
     call.target_layers = layers, call.num_target_layer_ids = 2;
     call.store = random_numbers(m->num_layers * layer_stride, 7);
     call.hidden_states = malloc(4 * 2 * NODES * 2 * HIDDEN);
-    call.room = decoder_workspace(m, 2, NODES, SLOTS, 8);
+    call.room = decoder_workspace(m, 2, NODES, 8);
     call.workspace = malloc(4 * call.room);
     const i64 result = decoder_forward(m, &call);
     free(call.store);

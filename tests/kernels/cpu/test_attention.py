@@ -40,7 +40,7 @@ def check(folder: Path, compiler: str, lanes: int, store: int, *options: str, ru
     ]
     subprocess.run([compiler, *options, *defines, "-o", program, source, "-lm"], check=True)
     done = subprocess.run([*run, program], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("336 "), done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("524 "), done.stdout + done.stderr
     return done.stdout
 
 

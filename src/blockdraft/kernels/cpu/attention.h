@@ -1,25 +1,33 @@
 /* The two products of attention, of queries with keys and of weights with values, for all queries that share a head.
 
+   Weights are computed and used for SLOTS slots of a sequence at a time, wherever the queries are. Before that, sums are
+   scaled to the largest score so far. So a query gets the same bits however many are computed together.
+
    With keys and values in float32, sums run in order. With bfloat16, queries and weights are rounded to it as well, and
    sums run as in AMX: of each CHAIN products those at even and those at odd places are summed separately, and both sums
-   are added to the sum before. With 8 bits, queries and weights are rounded to integers of up to MOST_CODE, weights of
-   each WEIGHED slots with a scale of their own, and sums are of integers. So all instructions give the same bits. */
+   are added to the sum before. With 8 bits, queries are rounded to integers of up to MOST_QUERY, and the weights of SLOTS
+   slots to integers of up to MOST_WEIGHT, with a scale of their own, and sums are of integers. So all instructions give
+   the same bits. */
 #include "kernels.h"
 
-#define BLOCK (2 * LANES) /* slots that are scored at once */
-#define QUERIES 32 /* maximum queries that share a read of keys and values */
-#define AT_ONCE 6 /* queries whose sums fit into registers, beside two vectors of keys or MIXED of values */
+#define SLOTS 64 /* slots whose weights are computed and used before the next ones are */
+#define AT_ONCE 6 /* queries whose scores, weights and sums are computed before those of the next ones */
 #if LANES == 16 || defined(__ARM_NEON)
-#define MIXED 4
+#define WIDTH 4
 #else
-#define MIXED 2
+#define WIDTH 2
 #endif
-#define WEIGHED 64 /* slots whose weights are computed and used before the next ones are */
-#define STRIDE(slots) (((slots) + WEIGHED - 1) / WEIGHED * WEIGHED) /* between the scores of two queries */
-#define AHEAD 8192 /* bytes that keys and values are prefetched ahead */
-#define PARTS (STORE == BFLOAT16 ? 2 : 1) /* sums of a chain */
-#define MOST_CODE 16383 /* so that sums of MOST_HEAD products with 8 bits do not overflow */
-#define UNIT 67108864.0f /* weights are added up as integers, 1 as this one, so that their order does not matter */
+#if STORE == BFLOAT16
+#define PARTS 2 /* sums of a chain */
+#define MOST_AT_ONCE 3 /* queries whose sums fit into registers, beside WIDTH vectors of keys or values */
+#else
+#define PARTS 1
+#define MOST_AT_ONCE 6
+#endif
+#define AHEAD(row) (SLOTS * (row) > 8192 ? SLOTS * (row) : 8192) /* bytes that keys and values are prefetched ahead */
+#define MOST_QUERY 127
+#define MOST_WEIGHT 255
+#define TOTALS 16 /* sums of a query's weights, each of every sixteenth slot */
 
 /* Whether so many queries use AMX, which is faster where keys and values would else be read more than once. */
 #define TILED(count, D) (AMX && STORE == BFLOAT16 && has_tiles && (count) > AT_ONCE && (D) % CHAIN == 0)
@@ -43,8 +51,11 @@ INLINE vec exp_short(vec x) {
     return (vec)(((uints)p + ((uints)in_bits << 23)) & ~(uints)(x < splat(-87.0f)));
 }
 
-#if STORE == INT8
-#define PER 2 /* numbers that are multiplied at once, in 32 bits */
+/* PER: numbers that are multiplied at once, in 32 bits. */
+#if STORE == INT8 && SHIFTED
+#define PER 4 /* by instructions that take unsigned codes and signed ones */
+#elif STORE == INT8
+#define PER 2
 #define IN_PAIRS(x) PICK(x, x, IN_FOURS(0, 2, 1, 3)) /* of each 4 the first and the third, then the others */
 /* AMD's processors, which alone have SSE4a, multiply two numbers at once as fast as one; Intel's take longer. */
 #elif STORE == BFLOAT16 && LANES == 16 && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__SSE4A__)
@@ -52,30 +63,37 @@ INLINE vec exp_short(vec x) {
 #define IN_PAIRS(x) PICK(x, x, IN_FOURS(2, 0, 3, 1)) /* the instruction begins with the higher bits */
 #else
 #define PER 1
+#endif
+#ifndef IN_PAIRS
 #define IN_PAIRS(x) (x)
 #endif
 
-/* Write query j of a group, times `scale`, in the layout of the products, and its factor. */
-static void place_query(const float *x, float scale, i64 D, i64 j, const int tiled, float *queries, float *factor) {
-    float *to = queries + j * D / PER, inverse = 0;
+/* Write query j of a tile, times `scale`, in the layout of the products. Return its factor. `start` gets what sums of products
+   with keys begin with. */
+static float place_query(const float *x, float scale, i64 D, i64 j, const int tiled, float *queries, int32_t *start) {
+    float *to = queries + j * D / PER, inverse = 0, factor = 1;
     char *tile = (char *)queries + j / TILE_QUERIES * TILE_QUERIES * 2 * D + j % TILE_QUERIES * 4;
-    ints most = {};
+    ints most = {}, sums = {};
     for (i64 d = 0; STORE == INT8 && d < D; d += LANES) most = larger_bits(most, *(const vec *)(x + d));
-    *factor = STORE == INT8 ? scale * scale_of(most, MOST_CODE, &inverse) : 1;
+    if (STORE == INT8) factor = scale * scale_of(most, MOST_QUERY, &inverse);
     for (i64 d = 0; d < D; d += LANES) {
         const vec own = *(const vec *)(x + d);
         ints y = (ints)(own * scale);
         if (STORE == INT8) y = rounded_codes(own, inverse);
         if (STORE == BFLOAT16) y = (ints)narrowed((vec)y);
         if (STORE == BFLOAT16 && (PER == 2 || tiled)) y >>= 16;
+        sums += y;
         if (tiled)
             for (int i = 0; i < LANES; i += 2) {
                 const uint16_t two[2] = {(uint16_t)y[i], (uint16_t)y[i + 1]};
                 memcpy(tile + (d + i) * 32, two, 4);
             }
+        else if (PER == 4) *(small_codes *)((int8_t *)to + d) = __builtin_convertvector(y, small_codes);
         else if (PER == 2) *(halves *)((uint16_t *)to + d) = __builtin_convertvector(IN_PAIRS(y), halves);
         else *(ints *)(to + d) = y;
     }
+    *start = PER == 4 ? -SHIFTED * int_sum(sums) : 0;
+    return factor;
 }
 
 /* Load 16 bytes of every fourth of LANES slots, which lie `row` bytes apart. */
@@ -110,37 +128,42 @@ INLINE void read_fours(const char *k, i64 row, ints words[4]) {
 /* Join the higher halves of x and y; that of y becomes the lower half. */
 INLINE ints higher_and(ints x, ints y) { return (x & -65536) | (y >> 16 & 0xffff); }
 
-/* Write the keys of LANES slots, number d of slot t to the 32 bits at to[d * BLOCK + t]. With PER 2 they hold two numbers, and
-   each 4 numbers take two rows. */
+/* Write the keys of LANES slots, number d of slot t to the 32 bits at to[d * SLOTS + t]. With PER 4 they hold four numbers, and
+   SHIFTED has been added. With PER 2 they hold two, and each 4 numbers take two rows. */
 static void turn(const char *k, i64 D, float *to) {
     const i64 row = SLOT(D) * BYTES(STORE), each = 16 / BYTES(STORE); /* numbers of 16 bytes */
     i64 d = 0;
-    for (; d + each <= D; d += each, k += 16, to += each / PER * BLOCK) {
+    for (; d + each <= D; d += each, k += 16, to += each / PER * SLOTS) {
         ints words[4];
+        for (i64 slot = d / each; slot < LANES; slot += D / each) /* evenly, since many requests at once would be waited for */
+            for (i64 i = 0; i < row; i += 64) __builtin_prefetch(k - d * BYTES(STORE) + AHEAD(row) + slot * row + i);
         read_fours(k, row, words);
 #pragma GCC unroll 4
         for (int w = 0; w < 4; w++) {
-            float *place = to + w * each / PER / 4 * BLOCK;
+            float *place = to + w * each / PER / 4 * SLOTS;
             const ints own = words[w];
             if (STORE == FLOAT32) *(ints *)place = own;
             if (STORE == BFLOAT16 && PER == 1) {
                 *(ints *)place = own << 16;
-                *(ints *)(place + BLOCK) = own & -65536;
+                *(ints *)(place + SLOTS) = own & -65536;
             }
             if (STORE == BFLOAT16 && PER == 2)
                 *(ints *)place = w % 2 ? higher_and(words[w - 1], own) : higher_and(own << 16, words[w + 1] << 16);
-            if (STORE == INT8) {
+            if (PER == 4) *(ints *)place = own ^ (int)0x80808080;
+            if (STORE == INT8 && PER == 2) {
                 *(ints *)place = (ints)((shorts)own << 8 >> 8);
-                *(ints *)(place + BLOCK) = (ints)((shorts)own >> 8);
+                *(ints *)(place + SLOTS) = (ints)((shorts)own >> 8);
             }
         }
     }
     for (i64 i = 0; d < D; d++, i++, k += BYTES(STORE)) /* bfloat16 is not in pairs here, where D is no multiple of 16 */
         for (int t = 0; t < LANES; t++)
-            if (STORE == INT8) {
-                int16_t *two = (int16_t *)(to + (i / 4 * 2 + i % 2) * BLOCK + t);
+            if (PER == 4)
+                ((uint8_t *)(to + i / 4 * SLOTS + t))[i % 4] = (uint8_t)(((const uint8_t *)k)[t * row] ^ SHIFTED);
+            else if (STORE == INT8) {
+                int16_t *two = (int16_t *)(to + (i / 4 * 2 + i % 2) * SLOTS + t);
                 two[i % 4 / 2] = *(const int8_t *)(k + t * row);
-            } else to[i * BLOCK + t] = load_one(k + t * row, 0, STORE);
+            } else to[i * SLOTS + t] = load_one(k + t * row, 0, STORE);
 }
 
 /* sum[lane] + w[lane][0..1] . x[lane][0..1], of 16 bits each */
@@ -156,111 +179,152 @@ INLINE ints dot2(ints sum, ints w, ints x) {
 #endif
 }
 
-/* sum[lane] + product of the numbers in the 32 bits of w[lane] with those at x. */
+/* Numbers of attention's products: sums of `rows` rows x, times factors w of each query. */
+typedef struct {
+    const float *w, *x; /* w: 32 bits for each query and row, x: 32 bits for each row and number */
+    i64 apart, step, rows; /* between the w of two queries, and between two rows of x */
+    const int32_t *starts; /* what sums of scores begin with, with PER 4 */
+    const float *of_queries, *of_slots; /* factors of 8 bits */
+    float *out;
+    i64 stride; /* between the sums of two queries */
+} Products;
+
 #if STORE == INT8
 typedef ints sum_;
-#define PRODUCT(sum, w, x) dot2(sum, w, spread((const int8_t *)(x)))
 #else
 typedef vec sum_;
-#if PER == 2
-#define PRODUCT(sum, w, x) \
-    (vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(w), (__m512bh)spread((const int8_t *)(x)))
-#else
-#define PRODUCT(sum, w, x) FMA(splat(*(x)), w, sum)
-#endif
 #endif
 
-/* Return the sum after a chain: `before` plus the sums of its parts. A single part includes `before`. */
-INLINE sum_ added(sum_ before, sum_ first, sum_ second) {
-    if (PARTS == 1) return first;
-    return before + (first + second);
+/* Return sum[lane] + product of the numbers in the 32 bits of x[lane] with those at w. */
+INLINE sum_ product(sum_ sum, const float *w, sum_ x, const int SCORES) {
+    (void)SCORES;
+#if PER == 4
+    const ints all = spread((const int8_t *)w);
+    return SCORES ? DOT4(sum, x, all) : DOT4(sum, all, x);
+#elif STORE == INT8
+    return dot2(sum, x, spread((const int8_t *)w));
+#elif PER == 2
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)spread((const int8_t *)w));
+#else
+    return FMA(splat(*w), x, sum);
+#endif
 }
 
-/* scores[r * stride + t] = q[r] . k[t] for R queries and the slots of a block. With `fetch` a block's memory from `next`
-   on is prefetched, evenly, since many requests at once would be waited for. */
-INLINE void dots(const float *q, const float *of_queries, i64 D, const float *keys, const float *factors, float *scores,
-                 i64 stride, const char *next, i64 fetch, const int R) {
-    (void)of_queries, (void)factors;
-    const i64 rows = D / PER, chain = PARTS == 2 ? CHAIN / PER : rows;
-    sum_ totals[AT_ONCE][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) totals[r][0] = totals[r][1] = (sum_){};
-    for (i64 from = 0; from < rows; from += chain) {
-        const i64 end = from + chain < rows ? from + chain : rows;
-        sum_ parts[2][AT_ONCE][2];
-#pragma GCC unroll 2
-        for (int part = 0; part < PARTS; part++) {
-            sum_ sums[AT_ONCE][2];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = (sum_){};
-            for (i64 d = from + part; d < end; d += PARTS) {
-                __builtin_prefetch(next + d * fetch);
-                const sum_ first = *(const sum_ *)(keys + d * BLOCK), second = *(const sum_ *)(keys + d * BLOCK + LANES);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    sums[r][0] = PRODUCT(sums[r][0], first, q + r * rows + d);
-                    sums[r][1] = PRODUCT(sums[r][1], second, q + r * rows + d);
-                }
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-                for (int c = 0; c < 2; c++) parts[part][r][c] = sums[r][c];
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int c = 0; c < 2; c++) totals[r][c] = added(totals[r][c], parts[0][r][c], parts[1][r][c]);
-    }
+/* Add the products of a row to the sums of R queries. */
+INLINE void add_row(const Products *p, i64 i, i64 at, sum_ sums[MOST_AT_ONCE][WIDTH], const int SCORES, const int R,
+                    const int C) {
+    sum_ x[WIDTH];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) x[c] = *(const sum_ *)(p->x + i * p->step + at + c * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int c = 0; c < 2; c++) {
-            vec *to = (vec *)(scores + r * stride + c * LANES);
-#if STORE == INT8
-            *to = __builtin_convertvector(totals[r][c], vec) * *(const vec *)(factors + c * LANES) * of_queries[r];
-#else
-            *to = totals[r][c];
-#endif
-        }
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) sums[r][c] = product(sums[r][c], p->w + r * p->apart + i, x[c], SCORES);
 }
+
+/* Compute C vectors of sums for R queries: scores, or with SCORES 0 sums of values, which are added to those before. */
+INLINE void sum_tile(const Products *given, i64 at, const int SCORES, const int R, const int C) {
+    const Products own = *given, *p = &own;
+    const i64 chain = PARTS == 2 ? CHAIN / PER : p->rows;
+    for (i64 from = 0; from < p->rows; from += chain) {
+        const i64 end = from + chain < p->rows ? from + chain : p->rows;
+        sum_ sums[PARTS][MOST_AT_ONCE][WIDTH];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) {
+                for (int part = 0; part < PARTS; part++) sums[part][r][c] = (sum_){};
+#if PER == 4
+                if (SCORES) sums[0][r][c] += p->starts[r];
+#endif
+                if (STORE == FLOAT32 && !SCORES) sums[0][r][c] = *(const sum_ *)(p->out + r * p->stride + at + c * LANES);
+            }
+        i64 i = from;
+        if (PARTS == 2 && end - from == CHAIN / PER)
+#pragma GCC unroll 4
+            for (int k = 0; k < CHAIN / PER; k += 2) {
+                add_row(p, from + k, at, sums[0], SCORES, R, C);
+                add_row(p, from + k + 1, at, sums[PARTS - 1], SCORES, R, C);
+                i = end;
+            }
+        for (; i + PARTS <= end; i += PARTS)
+#pragma GCC unroll 2
+            for (int part = 0; part < PARTS; part++) add_row(p, i + part, at, sums[part], SCORES, R, C);
+        if (PARTS == 2 && i < end) add_row(p, i, at, sums[0], SCORES, R, C);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) {
+                vec *to = (vec *)(p->out + r * p->stride + at + c * LANES);
+                const sum_ sum = sums[0][r][c];
+#if STORE == INT8
+                const vec x = __builtin_convertvector(sum, vec);
+                if (SCORES) *to = x * *(const vec *)(p->of_slots + at + c * LANES) * p->of_queries[r];
+                else *to = FMA(x, splat(p->of_queries[r]), *to);
+#elif STORE == BFLOAT16
+                const vec before = SCORES && !from ? (vec){} : *to;
+                *to = before + (sum + sums[1][r][c]);
+#else
+                *to = sum;
+#endif
+            }
+    }
+}
+
+/* Functions that compute `size` sums of R queries. */
+#define SUM_TILE(SCORES, R, C)                                                                         case R * 8 + C: sum_tile(&own, at, SCORES, R, C); break;
+#if WIDTH == 4
+#define SUM_TILES(S, R) SUM_TILE(S, R, 1) SUM_TILE(S, R, 2) SUM_TILE(S, R, 4)
+#else
+#define SUM_TILES(S, R) SUM_TILE(S, R, 1) SUM_TILE(S, R, 2)
+#endif
+#if MOST_AT_ONCE == 6
+#define ALL_SUM_TILES(S) SUM_TILES(S, 1) SUM_TILES(S, 2) SUM_TILES(S, 3) SUM_TILES(S, 4) SUM_TILES(S, 5) SUM_TILES(S, 6)
+#else
+#define ALL_SUM_TILES(S) SUM_TILES(S, 1) SUM_TILES(S, 2) SUM_TILES(S, 3)
+#endif
+#define SUMS(name, SCORES)                                                                                    static __attribute__((noinline)) void name(const Products *given, i64 size, i64 R) {                          const i64 groups = (R + MOST_AT_ONCE - 1) / MOST_AT_ONCE;                                                 Products own = *given;                                                                                    for (i64 group = 0; group < groups; group++) {                                                                const i64 first = R * group / groups, count = R * (group + 1) / groups - first;                           own.w = given->w + first * own.apart, own.out = given->out + first * own.stride;                          own.starts = given->starts + first, own.of_queries = given->of_queries + first;                           for (i64 at = 0, C; at < size; at += C * LANES) {                                                             C = size - at >= WIDTH * LANES ? WIDTH : size - at >= 2 * LANES ? 2 : 1;                                  switch (count * 8 + C) { ALL_SUM_TILES(SCORES)        }                                               }                                                                                                     }                                                                                                     }
+SUMS(scores_of, 1)
+SUMS(sums_of, 0)
+#undef SUMS
 
 /* Return the place of 4 numbers from d on in the order of `interleave`. */
 INLINE i64 interleaved(i64 d) { return d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4; }
 
 #if AMX && STORE == BFLOAT16
-/* `score` by AMX: tiles of 16 slots by 64 bytes of their keys, times tiles of the same numbers of 16 queries. */
-static void score_tiles(const char *q, i64 count, const char *k, i64 D, float *scores, i64 stride) {
+/* Compute the scores of up to TILE_QUERIES queries with SLOTS slots by AMX: tiles of 16 slots by 64 bytes of their keys, times
+   tiles of the same numbers of the queries. */
+static void score_tiles(const char *q, i64 count, const char *k, i64 D, float *scores) {
     const i64 row = 2 * D;
-    __attribute__((aligned(64))) float sums[2][16][16]; /* of both halves of the block */
+    __attribute__((aligned(64))) float sums[2][16][16]; /* of 16 slots each */
     WRITTEN(q);
-    for (i64 group = 0; group < count; group += TILE_QUERIES) {
+    for (i64 t = 0; t < SLOTS; t += 32) {
         _tile_zero(0);
         _tile_zero(1);
-        for (i64 at = 0; at < 2 * D; at += 64, q += 1024) {
-            _tile_loadd(4, k + at, row);
-            _tile_loadd(5, k + at + 16 * row, row);
-            _tile_loadd(6, q, 64);
+        for (i64 at = 0; at < row; at += 64) {
+            _tile_loadd(4, k + t * row + at, row);
+            _tile_loadd(5, k + (t + 16) * row + at, row);
+            _tile_loadd(6, q + at * 16, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 5, 6);
         }
         _tile_stored(0, sums[0], 64);
         _tile_stored(1, sums[1], 64);
-        for (i64 r = group; r < count && r < group + TILE_QUERIES; r += 4)
+        for (i64 r = 0; r < count; r += 4)
             for (int half = 0; half < 2; half++) {
                 ints words[4];
-                read_fours((const char *)(sums[half][0] + r - group), 64, words);
+                read_fours((const char *)(sums[half][0] + r), 64, words);
                 for (int i = 0; i < 4 && r + i < count; i++)
-                    *(ints *)(scores + (r + i) * stride + half * LANES) = words[i];
+                    *(ints *)(scores + (r + i) * SLOTS + t + half * LANES) = words[i];
             }
     }
 }
 
-/* Write 32 values of each of T slots, and zeros up to WEIGHED, as tiles that weights are multiplied with. Values of two
+/* Write 32 values of each of T slots, and zeros up to SLOTS, as tiles that weights are multiplied with. Values of two
    slots are side by side; values 0 to 3, 8 to 11, 16 to 19 and 24 to 27 are in one tile, the others in the next. */
 static void interleave(const char *v, i64 T, i64 D, i64 fetch, char *to) {
-    for (i64 t = 0; t < WEIGHED; t += 2, v += 4 * D, to += 64) {
-        for (i64 i = 0; i < fetch; i += 64) __builtin_prefetch(v + AHEAD + i);
+    for (i64 t = 0; t < SLOTS; t += 2, v += 4 * D, to += 64) {
+        for (i64 i = 0; i < fetch; i += 64) __builtin_prefetch(v + AHEAD(2 * D) + i);
         const __m512i first = t < T ? _mm512_loadu_si512(v) : _mm512_setzero_si512();
         const __m512i second = t + 1 < T ? _mm512_loadu_si512(v + 2 * D) : _mm512_setzero_si512();
         if (t == CHAIN) to += 1024;
@@ -269,61 +333,28 @@ static void interleave(const char *v, i64 T, i64 D, i64 fetch, char *to) {
     }
 }
 
-/* `mix` by AMX, to sums in the order of `interleave`. */
-static void mix_tiles(const char *codes, i64 count, const char *values, i64 T, i64 D, float *sums) {
+/* Add the values of T slots, times the weights of TILE_QUERIES queries, to sums in the order of `interleave`, by AMX. */
+static void mix_tiles(const char *codes, const char *values, i64 T, i64 D, float *sums) {
     WRITTEN(codes);
-    for (i64 group = 0; group < count; group += TILE_QUERIES) {
-        const char *w = codes + group * 2 * WEIGHED, *own = values;
-        for (float *out = sums + group * D; out < sums + (group + 1) * D; out += 32, own += 4096) {
-            _tile_loadd(0, out, 4 * D);
-            _tile_loadd(1, out + 16, 4 * D);
-            for (i64 t = 0; t < T; t += CHAIN) {
-                _tile_loadd(2, w + 2 * t, 2 * WEIGHED);
-                _tile_loadd(3, own + t * 64, 64);
-                _tile_loadd(4, own + t * 64 + 1024, 64);
-                _tile_dpbf16ps(0, 2, 3);
-                _tile_dpbf16ps(1, 2, 4);
-            }
-            _tile_stored(0, out, 4 * D);
-            _tile_stored(1, out + 16, 4 * D);
+    for (float *out = sums; out < sums + D; out += 32, values += 4096) {
+        _tile_loadd(0, out, 4 * D);
+        _tile_loadd(1, out + 16, 4 * D);
+        for (i64 t = 0; t < T; t += CHAIN) {
+            _tile_loadd(2, codes + 2 * t, 2 * SLOTS);
+            _tile_loadd(3, values + t * 64, 64);
+            _tile_loadd(4, values + t * 64 + 1024, 64);
+            _tile_dpbf16ps(0, 2, 3);
+            _tile_dpbf16ps(1, 2, 4);
         }
+        _tile_stored(0, out, 4 * D);
+        _tile_stored(1, out + 16, 4 * D);
     }
 }
 #endif
 
 /* Read the factors of `count` slots with keys or values in 8 bits. */
 static void read_factors(const char *slots, i64 count, i64 D, float *factors) {
-    for (i64 t = 0; t < count; t++) memcpy(factors + t, slots + t * SLOT(D) + D, 4);
-}
-
-/* Compute the scores of `count` queries with the slots of a block, whose keys are read once, into `keys`. */
-static void score(const float *q, const float *of_queries, i64 count, const char *k, i64 D, const int tiled,
-                  float *keys, float *scores, i64 stride) {
-    (void)tiled;
-    const i64 row = SLOT(D) * BYTES(STORE), groups = (count + AT_ONCE - 1) / AT_ONCE;
-    float factors[BLOCK];
-    if (STORE == INT8) read_factors(k, BLOCK, D, factors);
-    const char *next = k + (BLOCK * row > AHEAD ? BLOCK * row : AHEAD);
-#if AMX && STORE == BFLOAT16
-    if (tiled) {
-        for (i64 i = 0; i < BLOCK * row; i += 64) __builtin_prefetch(next + i);
-        score_tiles((const char *)q, count, k, D, scores, stride);
-        return;
-    }
-#endif
-    turn(k, D, keys);
-    turn(k + LANES * row, D, keys + LANES);
-    for (i64 group = 0; group < groups; group++) {
-        const i64 r = count * group / groups;
-        const i64 fetch = group ? 0 : BLOCK * BYTES(STORE) * PER; /* bytes for each row of keys */
-        switch (count * (group + 1) / groups - r) {
-#define DOTS(R)                                                                                           \
-    case R:                                                                                               \
-        dots(q + r * D / PER, of_queries + r, D, keys, factors, scores + r * stride, stride, next, fetch, R); \
-        break;
-            DOTS(1) DOTS(2) DOTS(3) DOTS(4) DOTS(5) DOTS(6)
-        }
-    }
+    for (i64 t = 0; STORE == INT8 && t < count; t++) memcpy(factors + t, slots + t * SLOT(D) + D, 4);
 }
 
 /* Load LANES values of two slots, in 16 bits each. */
@@ -338,178 +369,122 @@ INLINE ints paired_values(const char *first, const char *second) {
 #endif
 }
 
-/* Read values of T slots as products take them: for tiles interleaved, or with PER 2 in pairs, of each 4 slots in two rows.
-   Others are multiplied as they lie. */
-static void read_values(const char *v, i64 T, i64 D, const int tiled, float *to) {
-    (void)tiled;
+/* Write the values of T slots as products take them, number d of row i to the 32 bits at to[i * D + d]: for tiles interleaved;
+   with PER 4 those of 4 slots, and with PER 2 of each 4 slots two rows. Return the number of rows. Slots that are missing in
+   the last 4 are any; their weights are 0. */
+static i64 read_values(const char *v, i64 T, i64 D, const int tiled, float *to) {
+    const i64 row = SLOT(D) * BYTES(STORE), last = (T - 1) / 4 * 4;
+    (void)tiled, (void)last;
 #if AMX && STORE == BFLOAT16
     if (tiled) {
-        for (i64 at = 0; at < 2 * D; at += 64) interleave(v + at, T, D, at ? 0 : 4 * D, (char *)to + at * WEIGHED);
-        return;
+        for (i64 at = 0; at < 2 * D; at += 64) interleave(v + at, T, D, at ? 0 : 4 * D, (char *)to + at * SLOTS);
+        return T;
     }
 #endif
-    const i64 row = SLOT(D) * BYTES(STORE);
-    for (i64 t = 0; PER == 2 && t < T; t += 4)
+#if PER == 4
+    for (i64 t = 0; t < T; t += 4) {
+        const int8_t *four[4];
+        for (i64 i = 0; i < 4; i++) four[i] = (const int8_t *)v + (t + i < T ? t + i : last) * row;
+        for (i64 i = 0; i < 4 * row; i += 64) __builtin_prefetch(v + t * row + AHEAD(row) + i);
+        for (i64 d = 0; d < D; d += LANES, to += LANES)
+            *(ints *)to = (load_codes(four[0] + d) & 0xff) | (load_codes(four[1] + d) & 0xff) << 8
+                | (load_codes(four[2] + d) & 0xff) << 16 | load_codes(four[3] + d) << 24;
+    }
+    return (T + 3) / 4;
+#elif PER == 2
+    for (i64 t = 0; t < T; t += 4)
         for (i64 first = t; first < t + 2; first++) {
-            /* The weights of missing slots are 0. */
-            const char *own = v + (first < T ? first : t) * row, *other = v + (first + 2 < T ? first + 2 : t) * row;
-            for (i64 i = 0; i < 2 * row; i += 64) __builtin_prefetch(v + (2 * first - t) * row + AHEAD + i);
+            const char *own = v + (first < T ? first : last) * row, *other = v + (first + 2 < T ? first + 2 : last) * row;
+            for (i64 i = 0; i < 2 * row; i += 64) __builtin_prefetch(v + (2 * first - t) * row + AHEAD(row) + i);
 #pragma GCC unroll 4
             for (i64 d = 0; d < D; d += LANES, to += LANES)
                 *(ints *)to = paired_values(own + d * BYTES(STORE), other + d * BYTES(STORE));
         }
-}
-
-/* out[r][c] += sum of weights[r][t] v[t][c] over T slots, for C vectors of R queries, whose weights are `apart`. With
-   PER 2 `values` has been read, and there are weights of two slots in each 32 bits. */
-INLINE void mix_part(const float *w, i64 apart, const float *scales, const char *v, const float *values, i64 T, i64 D,
-                     float *out, i64 fetch, const int R, const int C) {
-    (void)scales, (void)v, (void)values, (void)fetch;
-    const i64 rows = PER == 2 ? (T + 3) / 4 * 2 : T, chain = PARTS == 2 ? CHAIN / PER : rows;
-    for (i64 from = 0; from < rows; from += chain) {
-        const i64 end = from + chain < rows ? from + chain : rows;
-        sum_ parts[2][AT_ONCE][MIXED];
-#pragma GCC unroll 2
-        for (int part = 0; part < PARTS; part++) {
-            sum_ sums[AT_ONCE][MIXED];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++)
-                    sums[r][c] = STORE == FLOAT32 ? *(const sum_ *)(out + r * D + c * LANES) : (sum_){};
-            for (i64 t = from + part; t < end; t += PARTS) {
-                sum_ value[MIXED];
-#if PER == 2
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++) value[c] = *(const sum_ *)(values + t * D + c * LANES);
+    return (T + 3) / 4 * 2;
 #else
-                const char *own = v + t * D * BYTES(STORE);
-                for (i64 i = 0; i < fetch; i += 64) __builtin_prefetch(own + AHEAD + i);
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++) value[c] = load(own, c * LANES, STORE);
+    for (i64 t = 0; t < T; t++, v += row) {
+        for (i64 i = 0; i < row; i += 64) __builtin_prefetch(v + AHEAD(row) + i);
+        for (i64 d = 0; d < D; d += LANES, to += LANES) *(vec *)to = load(v, d, STORE);
+    }
+    return T;
 #endif
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-                    for (int c = 0; c < C; c++) sums[r][c] = PRODUCT(sums[r][c], value[c], w + r * apart + t);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++) parts[part][r][c] = sums[r][c];
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) {
-                vec *to = (vec *)(out + r * D + c * LANES);
-#if STORE == INT8
-                *to = FMA(__builtin_convertvector(parts[0][r][c], vec), splat(scales[r]), *to);
+}
+
+/* Return whether a number of x is larger than y. */
+INLINE int any_larger(vec x, float y) {
+#if LANES == 16
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_GT_OQ) != 0;
+#elif LANES == 8
+    return _mm256_movemask_ps((__m256)(x > splat(y))) != 0;
 #else
-                *to = added(*to, parts[0][r][c], parts[1][r][c]);
+    const ints larger = x > splat(y);
+    return (larger[0] | larger[1] | larger[2] | larger[3]) != 0;
 #endif
-            }
-    }
 }
 
-/* Add the sum of weights[r][t] v[t] over T slots to out[r], for `count` queries. Weights are in p, or `codes` with `scales`. */
-static void mix(const float *p, i64 stride, const float *codes, const float *scales, i64 count, const char *v,
-                const float *values, i64 T, i64 D, const int tiled, float *out) {
-    (void)tiled;
-    const i64 groups = (count + AT_ONCE - 1) / AT_ONCE, apart = PER == 2 ? WEIGHED / 2 : stride;
-    const float *weights = PER == 2 ? codes : p;
-#if AMX && STORE == BFLOAT16
-    if (tiled) {
-        mix_tiles((const char *)codes, count, (const char *)values, T, D, out);
-        return;
-    }
-#endif
-    for (i64 group = 0; group < groups; group++) {
-        const i64 r = count * group / groups, R = count * (group + 1) / groups - r;
-        for (i64 d = 0, C; d < D; d += C * LANES) {
-            C = D - d >= MIXED * LANES ? MIXED : D - d >= 2 * LANES ? 2 : 1;
-            const i64 fetch = group || d ? 0 : D * BYTES(STORE);
-            switch (R * 8 + C) {
-#define MIX_PART(R, C)                                                                                    \
-    case R * 8 + C:                                                                                       \
-        mix_part(weights + r * apart, apart, scales + r, v + d * BYTES(STORE), values + d, T, D,          \
-                 out + r * D + d, fetch, R, C);                                                           \
-        break;
-#if MIXED == 4
-#define MIX_PARTS(R) MIX_PART(R, 1) MIX_PART(R, 2) MIX_PART(R, 4)
-#else
-#define MIX_PARTS(R) MIX_PART(R, 1) MIX_PART(R, 2)
-#endif
-                MIX_PARTS(1) MIX_PARTS(2) MIX_PARTS(3) MIX_PARTS(4) MIX_PARTS(5) MIX_PARTS(6)
-            }
-        }
-    }
+/* State of a query. largest: largest score so far. totals: TOTALS sums of weights. sums: D sums of values. */
+typedef struct {
+    float *largest, *totals, *sums;
+} State;
+
+/* Scale what a query has summed, before scores whose largest is larger than those before. */
+static __attribute__((noinline)) void rescale(State q, vec most, i64 D) {
+    float largest = most[0];
+    for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    const vec factor = exp_vec(splat(*q.largest - largest));
+    for (i64 d = 0; d < D; d += LANES) *(vec *)(q.sums + d) *= factor;
+    for (int i = 0; i < TOTALS; i += LANES) *(vec *)(q.totals + i) *= factor;
+    *q.largest = largest;
 }
 
-/* `mix` for one query, without the slots whose p is negative. With 8 bits only factors can be not finite. */
-static void mix_seen(const float *p, const char *v, i64 T, i64 D, float *out) {
-    const i64 chain = STORE == BFLOAT16 ? CHAIN : T;
-    for (i64 d = 0; d < D; d += LANES)
-        for (i64 from = 0; from < T; from += chain) {
-            vec parts[2] = {};
-            if (PARTS == 1) parts[0] = *(const vec *)(out + d);
-            for (i64 t = from; t < from + chain && t < T; t++)
-                if (!(p[t] < 0))
-                    parts[t % PARTS] = FMA(splat(p[t]), load(v + t * D * BYTES(STORE), d, STORE), parts[t % PARTS]);
-            if (PARTS == 2) parts[0] = *(const vec *)(out + d) + (parts[0] + parts[1]);
-            *(vec *)(out + d) = parts[0];
-        }
-}
-
-/* Cap scores, and return the largest. `size` is a multiple of WEIGHED. */
-static float largest_score(float *s, i64 size, float limit) {
-    for (i64 t = 0; limit && t < size; t++)
+/* Write the weights exp(s - largest) of SLOTS scores to `codes`, as products take them, and add them to the totals. Scores of
+   slots that are not seen are -infinity, and get the weight 0. With 8 bits weights are multiplied by the `factors` of the
+   values and rounded; their scale is returned. */
+static float weigh(float *s, float limit, const float *factors, State q, i64 D, const int tiled, float *codes) {
+    enum { COUNT = SLOTS / LANES, EACH = TOTALS / LANES };
+    (void)factors, (void)tiled;
+    for (i64 t = 0; limit && t < SLOTS; t++)
         if (s[t] != -INFINITY) s[t] = limit * tanhf(s[t] / limit);
-    vec most[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) most[i] = splat(-INFINITY);
-    for (i64 t = 0; t < size; t += 4 * LANES)
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) most[i] = most_of(*(vec *)(s + t + i * LANES), most[i]);
-    const vec all = most_of(most_of(most[0], most[1]), most_of(most[2], most[3]));
-    float largest = all[0];
-    for (int i = 1; i < LANES; i++) largest = all[i] > largest ? all[i] : largest;
-    return largest;
-}
-
-/* s = exp(s - largest) for WEIGHED slots, and 0 where s is -infinity; returns sums in units. In bfloat16 s is rounded, and
-   for tiles and pairs written to `codes`, too. With 8 bits weights are multiplied by `factors` of the values and rounded to
-   `codes`, whose scale is `scale`; s stays. */
-static ints weigh(float *s, float largest, const float *factors, const int tiled, uint16_t *codes, float *scale) {
-    (void)factors, (void)tiled, (void)codes, (void)scale;
-    ints sums = {}, most = {};
-    vec p[WEIGHED / LANES];
+    vec p[COUNT], most = splat(-INFINITY);
 #pragma GCC unroll 16
-    for (int i = 0; i < WEIGHED / LANES; i++) {
-        const vec x = *(vec *)(s + i * LANES) - largest;
+    for (int i = 0; i < COUNT; i++) p[i] = *(vec *)(s + i * LANES);
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++) most = most_of(p[i], most);
+    if (any_larger(most, *q.largest)) rescale(q, most, D);
+    const float largest = *q.largest == -INFINITY ? 0 : *q.largest; /* no slot is seen so far */
+    float scale = 1;
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++) {
+        const vec x = p[i] - largest;
         p[i] = STORE == FLOAT32 ? exp_vec(x) : exp_short(x);
         if (STORE == BFLOAT16) p[i] = (vec)(((ints)p[i] + 0x8000) & -65536);
-        sums += __builtin_convertvector(p[i] * UNIT, ints);
-#if STORE == INT8
-        p[i] = (vec)((ints)(p[i] * *(const vec *)(factors + i * LANES)) & (p[i] != 0)); /* a factor may be NaN */
-        most = larger_bits(most, p[i]);
-#else
-        *(vec *)(s + i * LANES) = p[i];
-        const ints higher = (ints)p[i] >> 16;
-        if (tiled) *(halves *)(codes + i * LANES) = __builtin_convertvector(higher, halves);
-        else if (PER == 2) *(halves *)(codes + i * LANES) = __builtin_convertvector(IN_PAIRS(higher), halves);
-#endif
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < EACH; i++)
+        *(vec *)(q.totals + i * LANES) += (p[i] + p[EACH + i]) + (p[2 * EACH + i] + p[3 * EACH + i]);
 #if STORE == INT8
+    ints largest_weight = {};
     float inverse;
-    *scale = scale_of(most, MOST_CODE, &inverse);
 #pragma GCC unroll 16
-    for (int i = 0; i < WEIGHED / LANES; i++) { /* codes are lower bits of what `rounded_codes` begins with */
+    for (int i = 0; i < COUNT; i++) {
+        p[i] = (vec)((ints)(p[i] * *(const vec *)(factors + i * LANES)) & (p[i] != 0)); /* a factor may be NaN */
+        largest_weight = larger_bits(largest_weight, p[i]);
+    }
+    scale = scale_of(largest_weight, MOST_WEIGHT, &inverse);
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++) { /* codes are lower bits of what `rounded_codes` begins with */
         const ints lower = (ints)(p[i] * inverse + ROUNDING);
-        *(halves *)(codes + i * LANES) = __builtin_convertvector(IN_PAIRS(lower), halves);
+        if (PER == 4) *(small_codes *)((int8_t *)codes + i * LANES) = __builtin_convertvector(lower & 0xff, small_codes);
+        else *(halves *)((uint16_t *)codes + i * LANES) = __builtin_convertvector(IN_PAIRS(lower), halves);
     }
 #else
-    (void)most;
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++) {
+        const ints higher = (ints)p[i] >> 16;
+        if (tiled) *(halves *)((uint16_t *)codes + i * LANES) = __builtin_convertvector(higher, halves);
+        else if (PER == 2) *(halves *)((uint16_t *)codes + i * LANES) = __builtin_convertvector(IN_PAIRS(higher), halves);
+        else *(vec *)(codes + i * LANES) = p[i];
+    }
 #endif
-    return sums;
+    return scale;
 }

@@ -166,9 +166,9 @@ class CompiledLayers(ABC):
         Args:
             batch: Sequences.
             nodes: Nodes per sequence.
-            slots: KV slots that a sequence reaches, those of its nodes included.
+            slots: KV slots that a sequence reaches, which need no workspace.
         """
-        return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, num_threads())
+        return 4 * self.library.decoder_workspace(self._model, batch, nodes, num_threads())
 
     def _in_workspace(self, function: Callable[[ModelFields, CallFields], int], call: CallFields, end: int) -> None:
         """Make a call of a library function whose sequences reach at most `end` KV slots."""

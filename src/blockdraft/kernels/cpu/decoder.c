@@ -49,155 +49,243 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
 /* Return the number of nodes of a row, including those of earlier calls. */
 static i64 all_nodes(const Call *call) { return call->done + call->nodes; }
 
-/* Write `mark` to the scores of slots that a node does not attend to. `node` also counts the nodes of earlier calls. */
-static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 begin, i64 slots, const i64 *depths,
-                 float *scores, float mark) {
-    const i64 length = call->lengths[row], *parents = call->parents + row * all_nodes(call);
-    i64 first = layer->window ? length + depths[node] - layer->window + 1 : 0;
+/* Return the first committed token that a node attends to, or the first node of its path if it is beyond these. `node` also
+   counts the nodes of earlier calls. */
+static i64 first_seen(const Layer *layer, const Call *call, i64 length, i64 depth) {
+    i64 first = layer->window ? length + depth - layer->window + 1 : 0;
     if (first < length - call->reach) first = length - call->reach;
-    if (first < call->hidden_slots) first = call->hidden_slots < length ? call->hidden_slots : length;
-    for (i64 t = begin; t < first && t < length; t++) scores[t] = mark;
-    const i64 nodes = slots - length;
-    if (!layer->whole_block && depths[node] == node) { /* all earlier nodes are its ancestors, as in a chain */
-        for (i64 other = 0; other < first - length; other++) scores[length + other] = mark;
-        for (i64 other = node + 1; other < nodes; other++) scores[length + other] = mark;
-        return;
-    }
-    i64 seen = node; /* the next ancestor, while nodes are visited from the last to the first */
-    for (i64 other = nodes - 1; other >= 0; other--) {
-        int visible = layer->whole_block || other == seen;
-        if (other == seen) seen = parents[other];
-        if (layer->window && llabs(depths[other] - depths[node]) >= layer->window) visible = 0;
-        if (!visible) scores[length + other] = mark;
-    }
+    const i64 hidden = call->hidden_slots < length ? call->hidden_slots : length;
+    return first < hidden ? hidden : first;
 }
+
+#define QUERIES 256 /* maximum queries that share a read of keys and values */
+#define LEAST_QUERIES 32 /* of a piece of work */
+#define BRANCHED 32 /* maximum queries of branches that are computed together */
+#define PADDED(slots) (((slots) + SLOTS - 1) / SLOTS * SLOTS)
 
 /* Offsets in a thread's own memory for attention, in floats. With 16 LANES all are multiples of 64 bytes. */
 typedef struct {
-    i64 queries, sums, keys, slots, weights, scores, path, end;
+    i64 queries, sums, totals, keys, values, slots, codes, scores, tail, path, end;
 } Own;
 
-static Own own_places(i64 D, i64 slots) {
+/* Return the offsets for rows of up to `nodes` nodes, including those of earlier calls. */
+static Own own_places(i64 D, i64 nodes) {
+    const i64 tail = PADDED(nodes + SLOTS - 1); /* slots of branches, and those before them that they share SLOTS with */
     Own p = {0};
     p.sums = QUERIES * D;
-    p.keys = p.sums + QUERIES * D;
-    p.slots = p.keys + WEIGHED / 2 * D; /* also holds values of WEIGHED slots in 16 bits */
-    p.weights = p.slots + WEIGHED / 2 * (D + 2); /* BLOCK slots, or WEIGHED of 16 bits a number or fewer */
-    p.scores = p.weights + QUERIES * WEIGHED / 2;
-    p.path = p.scores + QUERIES * STRIDE(slots);
-    p.end = p.path + STRIDE(slots) + 15; /* to begin at a multiple of 64 bytes */
+    p.totals = p.sums + QUERIES * D;
+    p.keys = p.totals + QUERIES * TOTALS;
+    p.values = p.keys + SLOTS * D;
+    p.slots = p.values + SLOTS * D;
+    p.codes = p.slots + SLOTS * (D + 2);
+    p.scores = p.codes + TILE_QUERIES * SLOTS;
+    p.tail = p.scores + TILE_QUERIES * SLOTS;
+    p.path = p.tail + BRANCHED * tail;
+    p.end = p.path + 2 * tail + 15; /* to begin at a multiple of 64 bytes */
     return p;
 }
 
-/* Write the ancestors of a node and itself to `path`, by depth. Return how many there are. */
-static i64 path_of(const i64 *parents, i64 node, i64 depth, int32_t *path) {
-    for (i64 at = depth; at >= 0; at--, node = parents[node]) path[at] = (int32_t)node;
-    return depth + 1;
+/* Queries that share a read of keys and values, and memory to work in. */
+typedef struct {
+    const Model *m;
+    const Layer *layer;
+    const Call *call;
+    const i64 *depths;
+    const char *stored_keys, *stored_values;
+    i64 row, head, from, count, slots; /* from: number of the first of the queries that share the head */
+    int tiled;
+    float *queries, *sums, *totals, *keys, *values, *codes, *scores, *tail;
+    char *copied; /* SLOTS keys or values: memory behind the last slot may not be read, and branches are gathered */
+    i64 *path;
+    float largest[QUERIES], of_queries[QUERIES];
+    int32_t starts[QUERIES];
+    i64 first[QUERIES], end[QUERIES]; /* a query sees no slot before, and none from the end on */
+} Tile;
+
+/* Return the node of a query. */
+static i64 node_of(const Tile *x, i64 j) { return x->call->done + (x->from + j) / (x->m->heads / x->m->kv_heads); }
+
+/* Return whether a query sees a slot, given that it is of a chain or a whole block. */
+static int sees(const Tile *x, i64 j, i64 slot) {
+    const i64 other = slot - x->call->lengths[x->row], node = node_of(x, j), window = x->layer->window;
+    if (slot < x->first[j] || slot >= x->end[j]) return 0;
+    return other < 0 || !x->layer->whole_block || !window || llabs(x->depths[other] - x->depths[node]) < window;
 }
 
-/* Add to `sums` the values that `count` queries of a node attend to, from slot `begin` on, in the order of a chain. Sums of
-   numbers in 16 or 8 bits depend on their order, and in a tree the ancestors lie elsewhere. */
-static void mix_path(const Call *call, i64 row, i64 node, i64 depth, i64 begin, i64 D, const char *values, float *scores,
-                     i64 stride, i64 count, const float *largest, float *codes, float *scales, longs *totals, float *sums,
-                     char *gathered, float *turned, int32_t *path) {
-    const i64 length = call->lengths[row], size = SLOT(D) * BYTES(STORE);
-    const i64 seen = path_of(call->parents + row * all_nodes(call), node, depth, path), end = length + seen;
-    float factors[WEIGHED] = {0};
-    for (i64 j = 0; j < count; j++) {
-        float *s = scores + j * stride;
-        for (i64 i = 0; i < seen; i++) s[length + i] = s[length + path[i]]; /* path[i] >= i */
-        for (i64 t = end; t < stride; t++) s[t] = -INFINITY;
+/* Set the scores of SLOTS slots from t on that a query does not see to -infinity. */
+static void hide(const Tile *x, i64 j, i64 t, float *scores) {
+    const int all = !x->layer->whole_block || !x->layer->window || t + SLOTS <= x->call->lengths[x->row];
+    if (all && x->first[j] <= t && t + SLOTS <= x->end[j]) return;
+    for (i64 i = 0; i < SLOTS; i++)
+        if (!sees(x, j, t + i)) scores[i] = -INFINITY;
+}
+
+/* Return SLOTS keys from slot t on, as products take them if not `tiled`, and read their factors. */
+static const char *read_keys(const Tile *x, i64 t, float *factors) {
+    const i64 D = x->m->head_dim, size = SLOT(D) * BYTES(STORE), T = x->slots - t < SLOTS ? x->slots - t : SLOTS;
+    const char *keys = x->stored_keys + t * size;
+    read_factors(keys, T, D, factors);
+    if (T < SLOTS) keys = memcpy(x->copied, keys, T * size);
+    for (i64 i = 0; !x->tiled && i < SLOTS; i += LANES) turn(keys + i * size, D, x->keys + i);
+    return keys;
+}
+
+/* Compute the scores of R queries from j on with the keys that have been read. */
+static void score(const Tile *x, i64 j, i64 R, const char *keys, const float *factors, float *scores, i64 stride) {
+    const i64 D = x->m->head_dim;
+    (void)keys;
+#if AMX && STORE == BFLOAT16
+    if (x->tiled) {
+        score_tiles((const char *)x->queries + j * 2 * D, R, keys, D, scores);
+        return;
     }
-    for (i64 t = begin; t < end; t += WEIGHED) {
-        const i64 T = end - t < WEIGHED ? end - t : WEIGHED;
-        for (i64 i = 0; i < T; i++) {
-            const i64 slot = t + i < length ? t + i : length + path[t + i - length];
-            memcpy(gathered + i * size, values + slot * size, size);
+#endif
+    const Products p = {.w = x->queries + j * D / PER, .x = x->keys, .apart = D / PER, .step = SLOTS, .rows = D / PER,
+                        .starts = x->starts + j, .of_queries = x->of_queries + j, .of_slots = factors, .out = scores,
+                        .stride = stride};
+    scores_of(&p, SLOTS, R);
+}
+
+/* Add T values in `rows` rows, times the weights in `codes`, to the sums of R queries from j on. */
+static void mix(const Tile *x, i64 j, i64 R, const float *values, i64 T, i64 rows, const float *scales) {
+    const i64 D = x->m->head_dim;
+    (void)T;
+#if AMX && STORE == BFLOAT16
+    if (x->tiled) {
+        mix_tiles((const char *)x->codes, (const char *)x->values, T, D, x->sums + j * D);
+        return;
+    }
+#endif
+    const Products p = {.w = x->codes, .x = values, .apart = SLOTS / PER, .step = D, .rows = rows, .of_queries = scales,
+                        .out = x->sums + j * D, .stride = D};
+    sums_of(&p, D, R);
+}
+
+/* Write the weights of query j for SLOTS scores to the place of query r in `codes`. Return their scale. */
+static float weigh_one(Tile *x, i64 j, i64 r, float *scores, const float *factors) {
+    const i64 D = x->m->head_dim, apart = SLOTS / (x->tiled ? 2 : PER);
+    const State own = {x->largest + j, x->totals + j * TOTALS, x->sums + j * D};
+    return weigh(scores, x->m->attention_cap, factors, own, D, x->tiled, x->codes + r * apart);
+}
+
+/* Let all queries attend to the slots from `begin` to `end`. */
+static void attend_slots(Tile *x, i64 begin, i64 end) {
+    const i64 D = x->m->head_dim, size = SLOT(D) * BYTES(STORE), most = x->tiled ? TILE_QUERIES : AT_ONCE;
+    const i64 groups = (x->count + most - 1) / most;
+    float key_factors[SLOTS] = {0}, factors[SLOTS] = {0}, scales[TILE_QUERIES];
+    for (i64 t = begin; t < end; t += SLOTS) {
+        const i64 T = x->slots - t < SLOTS ? x->slots - t : SLOTS;
+        const char *keys = read_keys(x, t, key_factors), *stored = x->stored_values + t * size;
+        const float *values = STORE == FLOAT32 ? (const float *)stored : x->values;
+        read_factors(stored, T, D, factors);
+        const i64 rows = STORE == FLOAT32 ? T : read_values(stored, T, D, x->tiled, x->values);
+        for (i64 group = 0; group < groups; group++) {
+            const i64 j = x->tiled ? group * most : x->count * group / groups;
+            const i64 next = x->tiled ? j + most : x->count * (group + 1) / groups;
+            const i64 R = next < x->count ? next - j : x->count - j;
+            int any = 0;
+            for (i64 r = j; r < j + R; r++) any |= x->first[r] < t + SLOTS && x->end[r] > t;
+            if (!any) continue;
+            score(x, j, R, keys, key_factors, x->scores, SLOTS);
+            for (i64 r = 0; r < R; r++) {
+                hide(x, j + r, t, x->scores + r * SLOTS);
+                scales[r] = weigh_one(x, j + r, r, x->scores + r * SLOTS, factors);
+            }
+            mix(x, j, R, values, T, rows, scales);
         }
-        if (STORE == INT8) read_factors(gathered, T, D, factors);
-        read_values(gathered, T, D, 0, turned);
-        for (i64 j = 0; j < count; j++)
-            totals[j] += __builtin_convertvector(weigh(scores + j * stride + t, largest[j], factors, 0,
-                                                       (uint16_t *)codes + j * WEIGHED, scales + j), longs);
-        mix(scores + t, stride, codes, scales, count, gathered, turned, T, D, 0, sums);
     }
 }
 
-/* Compute attention of up to QUERIES queries of one key/value head. All scores come first, then weights and sums. A running
-   maximum would make sums depend on where blocks begin. Invisible slots get weight 0, which changes no sum if their
-   values are finite. `strange` marks nodes whose values may not be; then sums leave invisible slots out. With 8 bits only
-   factors can be not finite, and weights leave those out. */
+/* Let the queries attend to the slots from `begin`, a multiple of SLOTS, on, where branches end or values may be not finite.
+   The slots that a node sees are gathered in the order of a chain, since sums depend on their order. */
+static void attend_path(Tile *x, i64 begin) {
+    const i64 D = x->m->head_dim, size = SLOT(D) * BYTES(STORE), length = x->call->lengths[x->row];
+    const i64 width = PADDED(x->slots - begin), *parents = x->call->parents + x->row * all_nodes(x->call);
+    float factors[SLOTS] = {0}, scales[AT_ONCE];
+    for (i64 from = 0; from < x->count; from += BRANCHED) {
+        const i64 to = from + BRANCHED < x->count ? from + BRANCHED : x->count;
+        for (i64 t = begin; t < x->slots; t += SLOTS) {
+            read_keys(x, t, factors);
+            for (i64 j = from, R; j < to; j += R) {
+                R = to - j < AT_ONCE ? to - j : AT_ONCE;
+                score(x, j, R, 0, factors, x->tail + (j - from) * width + t - begin, width);
+            }
+        }
+        for (i64 j = from, R; j < to; j += R) {
+            const i64 node = node_of(x, j), seen = x->layer->whole_block ? x->slots - length : x->depths[node] + 1;
+            const i64 end = length + seen;
+            for (R = 1; R < AT_ONCE && j + R < to && node_of(x, j + R) == node;) R++;
+            for (i64 slot = begin; slot < length; slot++) x->path[slot - begin] = slot;
+            for (i64 i = seen - 1, other = x->layer->whole_block ? i : node; i >= 0; i--) {
+                x->path[length - begin + i] = length + other;
+                other = x->layer->whole_block ? i - 1 : parents[other];
+            }
+            for (i64 t = begin; t < end; t += SLOTS) {
+                const i64 T = end - t < SLOTS ? end - t : SLOTS, *path = x->path + t - begin;
+                float *scores = x->scores;
+                for (i64 i = 0; i < SLOTS * R; i++) scores[i] = -INFINITY;
+                memset(x->copied, 0, SLOTS * size);
+                for (i64 i = 0; i < T; i++) {
+                    /* In a chain of its ancestors the node would be the last one. */
+                    const int visible = x->layer->whole_block ? sees(x, j, path[i]) : t + i >= x->first[j];
+                    if (visible) memcpy(x->copied + i * size, x->stored_values + path[i] * size, size);
+                    for (i64 r = 0; visible && r < R; r++)
+                        scores[r * SLOTS + i] = x->tail[(j - from + r) * width + path[i] - begin];
+                }
+                read_factors(x->copied, T, D, factors);
+                const float *values = STORE == FLOAT32 ? (const float *)x->copied : x->values;
+                const i64 rows = STORE == FLOAT32 ? T : read_values(x->copied, T, D, 0, x->values);
+                for (i64 r = 0; r < R; r++) scales[r] = weigh_one(x, j + r, r, scores + r * SLOTS, factors);
+                mix(x, j, R, values, T, rows, scales);
+            }
+        }
+    }
+}
+
+/* Compute attention of up to QUERIES queries of one key/value head. Invisible slots get weight 0, which changes no sum if their
+   values are finite. `strange` marks nodes whose values may not be; then sums leave invisible slots out. */
 static void attend(const Model *m, const Layer *layer, const Call *call, i64 row, i64 head, i64 from,
                    i64 to, const uint8_t *strange, const i64 *depths, const char *keys, const char *values,
                    const float *qkv, float *mixed, float *memory) {
     const i64 D = m->head_dim, N = call->nodes, G = m->heads / m->kv_heads, length = call->lengths[row];
-    const i64 width = (m->heads + 2 * m->kv_heads) * D, behind = length + call->done;
-    const i64 slots = behind + (layer->whole_block ? N : (to - 1) / G + 1), size = SLOT(D) * BYTES(STORE);
-    const i64 stride = STRIDE(slots), count = to - from;
-    const Own at = own_places(D, slots);
+    const i64 width = (m->heads + 2 * m->kv_heads) * D, behind = length + call->done, count = to - from;
+    const i64 slots = behind + (layer->whole_block ? N : (to - 1) / G + 1);
+    const Own at = own_places(D, all_nodes(call));
     memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
-    float *queries = memory + at.queries, *sums = memory + at.sums, *codes = memory + at.weights;
-    float *scores = memory + at.scores;
-    char *last = (char *)(memory + at.slots); /* copy of the last block, since memory behind it may not be read */
-    float largest[QUERIES], of_queries[QUERIES], scales[QUERIES], factors[WEIGHED] = {0};
-    longs totals[QUERIES] = {0};
-    const int skip = STORE != INT8 && memchr(strange, 1, slots - behind) != 0;
-    int branches = 0; /* whether other nodes than ancestors come before a node, and the order matters */
-    for (i64 node = call->done + from / G; STORE != FLOAT32 && !layer->whole_block && node < slots - length; node++)
+    Tile x = {.m = m, .layer = layer, .call = call, .depths = depths, .stored_keys = keys, .stored_values = values,
+              .row = row, .head = head, .from = from, .count = count, .slots = slots, .queries = memory + at.queries,
+              .sums = memory + at.sums, .totals = memory + at.totals, .keys = memory + at.keys,
+              .values = memory + at.values, .codes = memory + at.codes, .scores = memory + at.scores,
+              .tail = memory + at.tail, .copied = (char *)(memory + at.slots), .path = (i64 *)(memory + at.path)};
+    /* Whether other nodes than ancestors come before a node, or what is not seen must be left out. */
+    int branches = memchr(strange, 1, slots - behind) != 0;
+    for (i64 node = call->done + from / G; !layer->whole_block && node < slots - length; node++)
         branches |= depths[node] != node;
-    const int tiled = TILED(count, D) && !branches;
-    const i64 shared = branches && !skip ? length / WEIGHED * WEIGHED : slots; /* slots that are the same in a chain */
-    /* First slot that any query may attend to. All queries are behind the committed tokens. */
-    i64 begin = length - call->reach;
-    if (layer->window && length - layer->window > begin) begin = length - layer->window;
-    begin = begin > 0 ? begin / WEIGHED * WEIGHED : 0;
+    x.tiled = TILED(count, D) && !branches;
+    i64 begin = slots;
+    memset(x.sums, 0, 4 * count * D);
+    memset(x.totals, 0, 4 * count * TOTALS);
     for (i64 j = 0; j < count; j++) {
-        const float *own = qkv + (row * N + (from + j) / G) * width + (head * G + (from + j) % G) * D;
-        place_query(own, m->attention_scale, D, j, tiled, queries, of_queries + j);
+        const i64 node = node_of(&x, j), number = head * G + (from + j) % G;
+        const float *own = qkv + (row * N + (from + j) / G) * width + number * D;
+        x.of_queries[j] = place_query(own, m->attention_scale, D, j, x.tiled, x.queries, x.starts + j);
+        x.first[j] = first_seen(layer, call, length, depths[node]);
+        if (layer->whole_block && x.first[j] > length) x.first[j] = length;
+        x.end[j] = layer->whole_block ? slots : length + node + 1;
+        begin = x.first[j] < begin ? x.first[j] : begin;
+        x.largest[j] = layer->sinks ? layer->sinks[number] : -INFINITY;
+        if (layer->sinks) x.totals[j * TOTALS] = 1;
     }
-    memset(sums, 0, 4 * count * D);
-    for (i64 t = begin; t < slots; t += BLOCK) {
-        const char *block = keys + t * size;
-        if (slots - t < BLOCK) block = memcpy(last, block, (slots - t) * size);
-        score(queries, of_queries, count, block, D, tiled, memory + at.keys, scores + t, stride);
-    }
+    const i64 shared = branches ? length / SLOTS * SLOTS : slots; /* slots that are the same in a chain */
+    attend_slots(&x, begin > 0 ? begin / SLOTS * SLOTS : 0, shared);
+    if (branches) attend_path(&x, shared);
     for (i64 j = 0; j < count; j++) {
-        float *s = scores + j * stride;
-        hide(layer, call, row, call->done + (from + j) / G, begin, slots, depths, s, -INFINITY);
-        for (i64 t = slots; t < stride; t++) s[t] = -INFINITY;
-        largest[j] = largest_score(s + begin, stride - begin, m->attention_cap);
-        if (!layer->sinks) continue;
-        const float sink = layer->sinks[head * G + (from + j) % G];
-        largest[j] = sink > largest[j] ? sink : largest[j];
-        totals[j][0] = (i64)(exp_vec(splat(sink - largest[j]))[0] * UNIT);
-    }
-    for (i64 t = begin; t < shared; t += WEIGHED) {
-        const i64 T = shared - t < WEIGHED ? shared - t : WEIGHED;
-        if (STORE == INT8) read_factors(values + t * size, T, D, factors);
-        if (!skip) read_values(values + t * size, T, D, tiled, memory + at.keys);
-        for (i64 j = 0; j < count; j++)
-            totals[j] += __builtin_convertvector(weigh(scores + j * stride + t, largest[j], factors, tiled,
-                                                       (uint16_t *)codes + j * WEIGHED, scales + j), longs);
-        if (!skip) mix(scores + t, stride, codes, scales, count, values + t * size, memory + at.keys, T, D, tiled, sums);
-    }
-    for (i64 j = 0, same; shared < slots && j < count; j += same) {
-        const i64 node = call->done + (from + j) / G;
-        same = G - (from + j) % G < count - j ? G - (from + j) % G : count - j;
-        mix_path(call, row, node, depths[node], shared > begin ? shared : begin, D, values, scores + j * stride, stride, same,
-                 largest + j, codes, scales, totals + j, sums + j * D, last, memory + at.keys, (int32_t *)(memory + at.path));
-    }
-    for (i64 j = 0; j < count; j++) {
-        float *s = scores + j * stride, *own = sums + j * D;
+        float *own = x.sums + j * D, *totals = x.totals + j * TOTALS;
         float *out = mixed + ((row * N + (from + j) / G) * m->heads + head * G + (from + j) % G) * D;
-        if (skip) {
-            hide(layer, call, row, call->done + (from + j) / G, begin, slots, depths, s, -1);
-            mix_seen(s + begin, values + begin * size, slots - begin, D, own);
-        }
-        i64 total = 0;
-        for (int i = 0; i < LANES; i++) total += totals[j][i];
+        for (int half = TOTALS / 2; half; half /= 2)
+            for (int i = 0; i < half; i++) totals[i] += totals[i + half];
         for (i64 d = 0; d < D; d += 4)
-            for (i64 i = 0, at = tiled && !skip ? interleaved(d) : d; i < 4; i++)
-                out[d + i] = own[at + i] / ((float)total / UNIT);
+            for (i64 i = 0, place = x.tiled ? interleaved(d) : d; i < 4; i++) out[d + i] = own[place + i] / totals[0];
     }
 }
 
@@ -227,7 +315,7 @@ static void attend_all(const Model *m, const Layer *layer, const Call *call, i64
 /* Compute attention of all queries. `memory` holds `own_size` floats for each thread. */
 static void attention(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,
                       const i64 *depths, const float *qkv, float *mixed, float *memory, i64 own_size) {
-    PIECES(t, call->batch * m->heads * call->nodes, QUERIES, first, last)
+    PIECES(t, call->batch * m->heads * call->nodes, LEAST_QUERIES, first, last)
         attend_all(m, layer, call, index, first, last, strange, depths, qkv, mixed, memory + t->index * own_size);
 }
 
@@ -475,11 +563,12 @@ static i64 widest_input(const Model *m) {
 
 static i64 larger(i64 x, i64 y) { return x > y ? x : y; }
 
-/* Return the offsets for `rows` nodes behind `done` earlier ones. */
-static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads) {
+/* Return the offsets for `batch` rows of `nodes` nodes behind `done` earlier ones. */
+static Places places(const Model *m, i64 batch, i64 nodes, i64 done, i64 threads) {
+    const i64 rows = batch * nodes;
     const i64 mix_width = m->heads * m->head_dim, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     Places p = {0};
-    p.x = p.depths + 2 * (done + rows);
+    p.x = p.depths + 2 * batch * (done + nodes);
     p.h = p.x + rows * m->hidden;
     p.qkv = p.h + rows * m->hidden;
     p.wide = p.qkv + rows * larger(m->kernel && 3 * m->hidden > width ? 3 * m->hidden : width, delta_channels(m));
@@ -495,7 +584,7 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.turned = p.pairs + (m->pairs ? 2 * rows * m->hidden : 0);
     p.corrections = p.turned + (most ? rows * m->hidden : 0);
     p.own = p.corrections + rows * most;
-    p.own_size = rows ? own_places(m->head_dim, slots).end : 0;
+    p.own_size = rows ? own_places(m->head_dim, done + nodes).end : 0;
     p.strange = p.own + threads * p.own_size;
     p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
     p.routed = p.rounded + (rounds(m) ? rounded_size(rows, widest_input(m)) : 0);
@@ -507,11 +596,10 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     return p;
 }
 
-/* Return the number of floats in the workspace of `decoder_forward`, for sequences that reach `slots` slots, including
-   those of their nodes. Nodes of earlier calls take less. */
-i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
-    i64 wrong = check_shape(m, batch, nodes, slots, threads);
-    return wrong ? wrong : places(m, batch * nodes, 0, slots, threads).end;
+/* Return the number of floats in the workspace of `decoder_forward`. Nodes of earlier calls take less. */
+i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 threads) {
+    i64 wrong = check_shape(m, batch, nodes, 0, threads);
+    return wrong ? wrong : places(m, batch, nodes, 0, threads).end;
 }
 
 /* Write a row of a table, times `factor`. */
@@ -703,10 +791,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
     if (!wrong) wrong = check_nodes(m, call);
     if (wrong) return wrong;
     const i64 rows = call->batch * call->nodes, all = all_nodes(call);
-    i64 longest = 0;
-    for (i64 row = 0; row < call->batch; row++)
-        if (call->lengths[row] > longest) longest = call->lengths[row];
-    const Forward f = {m, call, places(m, rows, call->batch * call->done, longest + all, threads)};
+    const Forward f = {m, call, places(m, call->batch, call->nodes, call->done, threads)};
     if (!rows) return 0;
     if (call->room < f.at.end) return f.at.end;
     REFUSE(!call->workspace, POINTER);

@@ -337,7 +337,7 @@ class Library:
         check_structs(library)
         self._library = library
         self._problem = _function(library, "problem", c_int64, returns=c_char_p)
-        self._decoder_workspace = _function(library, "decoder_workspace", c_void_p, *[c_int64] * 4)
+        self._decoder_workspace = _function(library, "decoder_workspace", c_void_p, *[c_int64] * 3)
         self._decoder_forward = _function(library, "decoder_forward", c_void_p, c_void_p)
         self._draft_chain = _function(library, "draft_chain", *[c_void_p] * 3)
         self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, *[c_int64] * 3)
@@ -359,13 +359,9 @@ class Library:
         """Return the numbers of `store_dtype` per key or value of one head and token."""
         return head_dim + (FACTOR if self.store_dtype == torch.int8 else 0)
 
-    def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, slots: int, threads: int) -> int:
-        """Return the float32 numbers in the workspace of `decoder_forward`.
-
-        Args:
-            slots: KV slots that a sequence reaches, those of its `nodes` included.
-        """
-        return self._checked(self._decoder_workspace(byref(model), batch, nodes, slots, threads))
+    def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, threads: int) -> int:
+        """Return the float32 numbers in the workspace of `decoder_forward`."""
+        return self._checked(self._decoder_workspace(byref(model), batch, nodes, threads))
 
     def decoder_forward(self, model: ModelFields, call: CallFields) -> int:
         """Run the layers and return 0.
