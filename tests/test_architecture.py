@@ -64,7 +64,6 @@ EXCEPTIONS = {
     "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
     "blockdraft.engine.adaptive.costs": "Radar and fit read the step times that were measured on this machine",
     "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",
-    "blockdraft.engine.runner": "Radar needs the engine's limit of draft tokens per request",
     "blockdraft.engine.stats": "training and fit report tau as the engine does",
     "blockdraft.engine.text": "data are tokenized as the engine tokenizes prompts",
     "blockdraft.kernels.cpu.build": "Radar asks whether kernels are compiled for this machine",
