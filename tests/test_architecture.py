@@ -60,7 +60,6 @@ ROOT = Path(__file__).parents[1]
 EXCEPTIONS = {
     "blockdraft.cli.answers": "diffusion streams its text like `generate`",
     "blockdraft.cli.generate": "diffusion generates like `generate`, with the same options for prompts",
-    "blockdraft.compat.generate": "push copies the code that transformers runs into a repository",
     "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
     "blockdraft.engine.adaptive.costs": "Radar and fit read the step times that were measured on this machine",
     "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",

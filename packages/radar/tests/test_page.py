@@ -28,6 +28,7 @@ from blockdraft_radar.shape import known_shapes, read_shape, shape_of_config
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SITE = "http://localhost"
 Run = Callable[..., Any]
+expect.set_options(timeout=20_000)  # of a busy machine
 
 
 def client(key: str | None = None) -> TestClient:
