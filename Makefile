@@ -45,9 +45,9 @@ MINUTES ?= 60
 fuzz: .venv/.installed
 	.venv/bin/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# An engine under load for long, with cancellations and faults; ARGS="--help".
+# An engine (or ARGS=server, ARGS=faults) under load for long; ARGS="--help".
 soak: .venv/.installed
-	.venv/bin/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+	.venv/bin/python tests/soak --minutes $(MINUTES) $(ARGS)
 
 # Decoding speed against another commit: make against COMMIT=HEAD~1; ARGS="--help".
 against: .venv/.installed
@@ -114,8 +114,8 @@ bench-sizes: .venv/.installed
 bench-rivals: .venv/.installed
 	.venv/bin/python -m benchmarks.rivals $(ARGS)
 
-# The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick. ARGS="soak" and
-# ARGS="faults" try it otherwise; ARGS="--help".
+# The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick;
+# ARGS="--help".
 bench-server: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_server
 	.venv/bin/python -m benchmarks.server $(ARGS)
