@@ -124,7 +124,7 @@ bench-server: .venv/.installed
 bench-gpu: .venv/.installed
 	.venv/bin/python -m benchmarks.gpu $(ARGS)
 
-# A source archive and a wheel in dist/; the wheel is tried in an environment of its own.
+# Source archives and wheels of the core and all packages in dist/, tried in environments of their own.
 wheel: .venv/.installed
 	.venv/bin/python -m benchmarks.wheel
 
