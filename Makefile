@@ -8,7 +8,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # kept: compiling sources and tests again takes each worker longer than all else before its first test.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-long lint check quick mutants fuzz soak against test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick mutants fuzz soak against test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-rivals bench-radar wheel clean
 
 demo: .venv/.core
 	.venv/bin/blockdraft demo
@@ -119,6 +119,10 @@ bench-rivals: .venv/.installed
 bench-server: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_server
 	.venv/bin/python -m benchmarks.server $(ARGS)
+
+# Projected speeds of other devices beside published ones: make bench-radar ARGS=--fit.
+bench-radar: .venv/.installed
+	PYTHONPATH=packages/radar .venv/bin/python -m benchmarks.radar $(ARGS)
 
 # Decoding against the limits of a GPU, at the shapes of real models with random weights.
 bench-gpu: .venv/.installed
