@@ -21,6 +21,7 @@ from benchmarks.harness.command import tell
 from benchmarks.server import chats
 from benchmarks.server.client import CHAT, Answer, exchange, parse, post, request_bytes
 from benchmarks.server.servers import HOST, Server, ours
+from tests.server_targets import BUNDLED, pair_with_tools
 
 MARKER = "\x07"
 MODEL = "pair"
@@ -270,12 +271,7 @@ async def all_of_them(server: Server) -> list[str]:
 def run(out: Path) -> list[str]:
     """Run all faults, one after the other; returns failures."""
     with tempfile.TemporaryDirectory() as folder:
-        from tests import server_targets
-
-        target, drafter = (
-            server_targets.pair_with_tools(Path(folder) / MODEL),
-            server_targets.BUNDLED.parent / "drafter",
-        )
+        target, drafter = pair_with_tools(Path(folder) / MODEL), BUNDLED.parent / "drafter"
         more = ["--max-batch-size", str(ROWS), "--max-queue", str(QUEUE), "--max-body", str(2 * 2**20)]
         server = ours(target, drafter, out / "faults.log", 1, more, module="tests.soak.server_faults")
         try:
