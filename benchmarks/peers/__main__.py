@@ -183,6 +183,7 @@ def run(args: argparse.Namespace) -> None:
     settings |= {
         name: getattr(args, name) for name in ("dtype", "device", "threads", "max_new_tokens", "repeats", "at_once")
     }
+    settings["dtype"] = args.dtype or "as in the file"
     models = {"target_name": _name(args.target), "drafter_name": _name(args.drafter) if args.drafter else "none"}
     results = report.Results(
         settings=models | {"prompts": counts} | settings,

@@ -179,4 +179,9 @@ def test_a_gguf_file_is_compared_with_llama_cpp(
     at = command.index("--drafter")
     run(monkeypatch, [*command[:at], *command[at + 2 :], "--target", str(file)], fake(LLAMA), fake(PLAIN, differ=1))
     printed = capsys.readouterr().out
-    assert "x llama.cpp" in printed and "Drafter: none" in printed and "transformers" not in printed
+    assert (
+        "x llama.cpp" in printed
+        and "cpu, as in the file" in printed
+        and "Drafter: none" in printed
+        and "transformers" not in printed
+    )
