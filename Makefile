@@ -8,7 +8,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # kept: compiling sources and tests again takes each worker longer than all else before its first test.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-long lint check quick mutants fuzz soak against test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick mutants fuzz soak against test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-rivals bench-radar wheel clean
 
 demo: .venv/.core
 	.venv/bin/blockdraft demo
@@ -45,9 +45,9 @@ MINUTES ?= 60
 fuzz: .venv/.installed
 	.venv/bin/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# An engine under load for long, with cancellations and faults; ARGS="--help".
+# An engine (or ARGS=server, ARGS=faults) under load for long; ARGS="--help".
 soak: .venv/.installed
-	.venv/bin/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+	.venv/bin/python tests/soak --minutes $(MINUTES) $(ARGS)
 
 # Decoding speed against another commit: make against COMMIT=HEAD~1; ARGS="--help".
 against: .venv/.installed
@@ -114,17 +114,21 @@ bench-sizes: .venv/.installed
 bench-rivals: .venv/.installed
 	.venv/bin/python -m benchmarks.rivals $(ARGS)
 
-# The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick. ARGS="soak" and
-# ARGS="faults" try it otherwise; ARGS="--help".
+# The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick;
+# ARGS="--help".
 bench-server: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_server
 	.venv/bin/python -m benchmarks.server $(ARGS)
+
+# Projected speeds of other devices beside published ones: make bench-radar ARGS=--fit.
+bench-radar: .venv/.installed
+	PYTHONPATH=packages/radar .venv/bin/python -m benchmarks.radar $(ARGS)
 
 # Decoding against the limits of a GPU, at the shapes of real models with random weights.
 bench-gpu: .venv/.installed
 	.venv/bin/python -m benchmarks.gpu $(ARGS)
 
-# A source archive and a wheel in dist/; the wheel is tried in an environment of its own.
+# Source archives and wheels of the core and all packages in dist/, tried in environments of their own.
 wheel: .venv/.installed
 	.venv/bin/python -m benchmarks.wheel
 

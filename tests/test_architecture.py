@@ -61,11 +61,9 @@ ROOT = Path(__file__).parents[1]
 EXCEPTIONS = {
     "blockdraft.cli.answers": "diffusion streams its text like `generate`",
     "blockdraft.cli.generate": "diffusion generates like `generate`, with the same options for prompts",
-    "blockdraft.compat.generate": "push copies the code that transformers runs into a repository",
     "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
     "blockdraft.engine.adaptive.costs": "Radar and fit read the step times that were measured on this machine",
     "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",
-    "blockdraft.engine.runner": "Radar needs the engine's limit of draft tokens per request",
     "blockdraft.engine.stats": "training and fit report tau as the engine does",
     "blockdraft.engine.text": "data are tokenized as the engine tokenizes prompts",
     "blockdraft.kernels.cpu.build": "Radar asks whether kernels are compiled for this machine",

@@ -121,8 +121,7 @@ NOT_RUN = {
     "blockdraft export bundled --target smollm2 --out smollm2-drafter": PULLED,
     "blockdraft inspect smollm2-drafter --target smollm2-dense": PULLED,
     "import openvino_genai as ov": "tests/engines/test_openvino.py runs that engine",
-    "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
-    "packages/train/tests/test_push.py has a stand-in for it",
+    "blockdraft serve --target TARGET --drafter DRAFTER": SERVE,
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",
     "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
     "packages/train/tests/doctor/test_doctor.py examines the same pair",

@@ -34,13 +34,14 @@ from benchmarks.peers.measure import (
     measure_at_once,
     rates_at_once,
 )
-from benchmarks.peers.registry import DFLASH, REFERENCE, choose
+from benchmarks.peers.registry import DFLASH, LLAMA, REFERENCE, choose
 
 from blockdraft.cli import display
 from blockdraft.drafters import entries
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.results import hardware
+from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.targets import BUNDLED, TargetText, load_target_text
 
 UNFINISHED = BUILD / "unfinished"
@@ -52,13 +53,24 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=Path, action="append", metavar="FILE", help="as for `blockdraft bench`; may be repeated")
     add("--limit", type=int, help="prompts taken of each file")
     add("--peers", type=command.listed(), metavar="NAME,...", help="only these (and what they compare to)")
-    add("--target", type=Path, default=BUNDLED, metavar="DIR")
-    add("--drafter", type=Path, metavar="DIR", help="a DFlash or EAGLE-3 checkpoint; by default the bundled one")
+    add(
+        "--target",
+        type=Path,
+        default=BUNDLED,
+        metavar="DIR|FILE",
+        help="a model folder, or a GGUF file for ours and llama.cpp",
+    )
+    add(
+        "--drafter",
+        type=Path,
+        metavar="DIR",
+        help="a DFlash or EAGLE-3 checkpoint, a GGUF file for one; by default the bundled pair's",
+    )
     add("--assistant", type=Path, metavar="DIR", help="a smaller model with the target's tokens")
     add("--max-new-tokens", type=int, default=256)
     add("--repeats", type=int, default=5)
     add("--at-once", type=int, default=0, metavar="N", help="also ask peers that can N prompts at once")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(float32; of GGUF files their own)")
     add("--device", default="cpu")
     add("--patience", type=float, default=1800.0, help="seconds that loading or one answer may take")
     add("--restart", action="store_true", help="discard an unfinished run")
@@ -67,10 +79,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(found, name)}.")
     found.prompts = found.prompts or [command.PROMPTS]
-    if found.drafter is None:
+    files = is_gguf(found.target)
+    if found.drafter is None and not files:
         if found.target != BUNDLED:
             parser.error(f"no drafter is known for {found.target}; add --drafter DIR.")
         found.drafter = BUNDLED.parent / "drafter"
+    if found.drafter is not None and is_gguf(found.drafter) != files:
+        parser.error("target and drafter must both be GGUF files, or both folders.")
+    found.dtype = found.dtype or (None if files else "float32")
     return found
 
 
@@ -91,20 +107,23 @@ def read_tasks(args: argparse.Namespace, text: TargetText) -> list[Task]:
 
 def kind_of(drafter: Path) -> str:
     """Return the name of a drafter's kind; DFlash if its folder does not name it."""
+    if is_gguf(drafter):
+        return str(open_gguf(drafter).metadata["general.architecture"])
     file = drafter / "config.json"
     named = json.loads(file.read_text()).get("architectures", []) if file.exists() else []
     return next((name for name, entry in entries().items() if {*named} & {*entry.architectures}), DFLASH)
 
 
 def run(args: argparse.Namespace) -> None:
-    kind = kind_of(args.drafter)
-    peers = {peer.name: peer for peer in choose(args.peers, kind)}
+    kind, files = kind_of(args.drafter) if args.drafter else None, is_gguf(args.target)
+    reference = LLAMA if files else REFERENCE
+    peers = {peer.name: peer for peer in choose(args.peers, kind, files)}
     text = load_target_text(args.target)
     tasks = read_tasks(args, text)
     longest = max(len(task.prompt) for task in tasks)
     given: dict[str, Any] = {
         "target": str(args.target.resolve()),
-        "drafter": str(args.drafter.resolve()),
+        "drafter": str(args.drafter.resolve()) if args.drafter else None,
         "kind": kind,
         "assistant": str(args.assistant.resolve()) if args.assistant else None,
         "dtype": args.dtype,
@@ -113,6 +132,7 @@ def run(args: argparse.Namespace) -> None:
         # Room for the longest answer, and some more, since some peers look ahead of what they commit.
         "max_length": min(text.max_context, longest + args.max_new_tokens + 64),
         "at_once": args.at_once,
+        "cache_type": "f16" if files else None,  # of llama.cpp, whose default it is
     }
 
     def start(name: str) -> PeerProcess:
@@ -130,9 +150,9 @@ def run(args: argparse.Namespace) -> None:
         for name in peers:
             if processes.started(name) is None:
                 command.tell(f"missing: {name}: {processes.missing[name]}")
-        if REFERENCE not in processes.running:
-            reason = processes.missing[REFERENCE]
-            raise ValueError(f"Without {REFERENCE} there is nothing to compare with: {reason}")
+        if reference not in processes.running:
+            reason = processes.missing[reference]
+            raise ValueError(f"Without {reference} there is nothing to compare with: {reason}")
         about = {name: process.about for name, process in processes.running.items()}
         measured = given | {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats, "peers": about}
         measured |= {"prompt_ids": command.digest([task.prompt for task in tasks]), "host": platform.node()}
@@ -142,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
             command.tell(f"going on from {len(trials.all)} answers in {UNFINISHED}")
         request = {"max_new_tokens": args.max_new_tokens, "stops": sorted(text.eos_token_ids)}
         with display.progress("answers") as progress:
-            measure(processes, list(about), tasks, args.repeats, request, trials, progress)
+            measure(processes, list(about), tasks, args.repeats, request, trials, progress, reference)
         taken = Records(Process, UNFINISHED / "processes.csv")  # not those of a run that finds all answers there
         taken.add(*(Process(name, each.start_seconds, each.peak_bytes()) for name, each in processes.running.items()))
         bursts = Records(Burst, UNFINISHED / "bursts.csv")
@@ -151,19 +171,20 @@ def run(args: argparse.Namespace) -> None:
             measure_at_once(processes, list(about), tasks, args.at_once, args.repeats, request, bursts)
 
         def margin(context: Any, one: int, other: int) -> float:
-            answer = processes.running[REFERENCE].ask("margin", {"tokens": list(context), "ids": [one, other]})
+            answer = processes.running[reference].ask("margin", {"tokens": list(context), "ids": [one, other]})
             return float(answer["margin"])
 
-        different = differences(trials.all, tasks, margin)
+        different = differences(trials.all, tasks, None if files else margin)
         ran = [one for one in taken.all if one.peer in processes.running]
     names = list(dict.fromkeys(task.prompt_set for task in tasks))
     timed = {trial.key for trial in trials.all if trial.repeat != UNTIMED}
     counts = {name: sum(task.prompt_set == name for task in tasks) for name in names}
-    settings = {"date": date.today().isoformat()}
+    settings = {"date": date.today().isoformat(), "reference": reference}
     settings |= {
         name: getattr(args, name) for name in ("dtype", "device", "threads", "max_new_tokens", "repeats", "at_once")
     }
-    models = {"target_name": _name(args.target), "drafter_name": _name(args.drafter)}
+    settings["dtype"] = args.dtype or "as in the file"
+    models = {"target_name": _name(args.target), "drafter_name": _name(args.drafter) if args.drafter else "none"}
     results = report.Results(
         settings=models | {"prompts": counts} | settings,
         hardware=hardware(torch.device(args.device)),
@@ -172,7 +193,7 @@ def run(args: argparse.Namespace) -> None:
         peak_bytes={one.peer: one.peak_bytes for one in ran},
         at_once=rates_at_once(bursts.all),
         missing=processes.missing,
-        sets={name: figures([trial for trial in trials.all if trial.prompt_set == name]) for name in names},
+        sets={name: figures([one for one in trials.all if one.prompt_set == name], reference) for name in names},
         repetitive={name: counts[name] - sum(key[0] == name for key in timed) for name in names},
         differences=different,
     )

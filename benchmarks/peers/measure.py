@@ -91,6 +91,7 @@ def measure(
     request: Mapping[str, Any],
     trials: Records[Trial],
     progress: Progress = lambda stage, done, total: None,
+    reference: str = REFERENCE,
 ) -> None:
     """Decode all prompts with all peers, and keep the answers.
 
@@ -112,10 +113,10 @@ def measure(
     def decode(steps: Sequence[tuple[int, Task, str]]) -> None:
         left = [step for step in steps if (step[2], *step[1].key, step[0]) not in trials.had]
         processes.decode(left, lambda task, _: {**request, "prompt": task.prompt}, keep, progress)
-        if REFERENCE in processes.missing:
-            raise PeerError(processes.missing[REFERENCE])
+        if reference in processes.missing:
+            raise PeerError(processes.missing[reference])
 
-    decode([(UNTIMED, task, REFERENCE) for task in tasks])
+    decode([(UNTIMED, task, reference) for task in tasks])
     repetitive = {trial.key for trial in trials.all if trial.repeat == UNTIMED and loops(trial.tokens)}
     decode(list(interleaving.interleaved([task for task in tasks if task.key not in repetitive], peers, repeats)))
 
@@ -171,8 +172,8 @@ class Figures:
         tokens_per_second: Tokens after those that came with the prompt, over the time from there to the last; the
             median of the repeats.
         tokens_per_second_by_repeat: Of each repeat.
-        over_reference, over_plain: Ratios of tokens per second to transformers' `generate` and to our plain decoding in
-            the same repeat; the median of the repeats. None where that one is missing.
+        over_reference, over_plain: Ratios of tokens per second to the reference and to our plain decoding in the same
+            repeat; the median of the repeats. None where that one is missing.
         tau: Tokens per step.
         first_token_seconds: From the question to the first tokens; the median of all answers.
         seconds_per_answer: Mean of prefill and decoding together; the median of the repeats.
@@ -190,9 +191,9 @@ class Figures:
     same: float
 
 
-def figures(trials: Sequence[Trial]) -> dict[str, Figures]:
+def figures(trials: Sequence[Trial], reference: str = REFERENCE) -> dict[str, Figures]:
     """Return the figures of each peer with a complete repeat, for one set of prompts."""
-    reference = {trial.key: trial.tokens for trial in trials if trial.repeat == UNTIMED}
+    right = {trial.key: trial.tokens for trial in trials if trial.repeat == UNTIMED}
     timed = [trial for trial in trials if trial.repeat != UNTIMED]
     prompts = len({trial.key for trial in timed})
     by_peer = interleaving.groups(timed, lambda trial: trial.peer)
@@ -203,12 +204,12 @@ def figures(trials: Sequence[Trial]) -> dict[str, Figures]:
             continue
         answers = [trial for trial in by_peer[peer] if trial.repeat in own]
         repeats = interleaving.groups(answers, lambda trial: trial.repeat).values()
-        different = {trial.key for trial in answers if trial.tokens != reference[trial.key]}
+        different = {trial.key for trial in answers if trial.tokens != right[trial.key]}
         found[peer] = Figures(
             prompts=prompts,
             tokens_per_second=median(own.values()),
             tokens_per_second_by_repeat=tuple(own.values()),
-            over_reference=interleaving.median(interleaving.ratios(own, rates.get(REFERENCE, {}))),
+            over_reference=interleaving.median(interleaving.ratios(own, rates.get(reference, {}))),
             over_plain=interleaving.median(interleaving.ratios(own, rates.get(PLAIN, {}))),
             tau=interleaving.tau(answers),
             first_token_seconds=median(answer.prefill_seconds for answer in answers),
@@ -226,7 +227,7 @@ class Difference:
         place: Of the first token that differs, from 1 on.
         expected, found: The tokens there; None where an answer has ended.
         margin: The target's logit of `expected` over that of `found`, in float32 from the same weights; None where one
-            of them is missing.
+            of them, or the means to tell, is missing.
     """
 
     peer: str
@@ -238,7 +239,7 @@ class Difference:
     margin: float | None
 
 
-def differences(trials: Sequence[Trial], tasks: Sequence[Task], margin: Margin) -> list[Difference]:
+def differences(trials: Sequence[Trial], tasks: Sequence[Task], margin: Margin | None) -> list[Difference]:
     """Return the first difference of each peer on each prompt that has one."""
     prompts = {task.key: task.prompt for task in tasks}
     reference = {trial.key: trial.tokens for trial in trials if trial.repeat == UNTIMED}
@@ -250,7 +251,7 @@ def differences(trials: Sequence[Trial], tasks: Sequence[Task], margin: Margin) 
         pairs = enumerate(zip(expected, own, strict=False))
         place = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(own)))
         one, other = (tokens[place] if place < len(tokens) else None for tokens in (expected, own))
-        known = one is not None and other is not None
+        known = margin is not None and one is not None and other is not None
         by = margin([*prompts[trial.key], *expected[:place]], one, other) if known else None
         found[trial.peer, trial.key] = Difference(trial.peer, *trial.key, place + 1, one, other, by)
     return list(found.values())

@@ -12,6 +12,7 @@ from benchmarks.peers import environments
 
 OURS = ""  # the environment that the benchmark itself runs in
 REFERENCE = "transformers"  # whose tokens are the right ones, and whose speed is 1
+LLAMA = "llama.cpp"  # takes the reference's place for GGUF files
 PLAIN = "ours plain"
 DFLASH = "dflash"
 
@@ -36,6 +37,19 @@ class Peer:
     options: dict[str, Any] = field(default_factory=dict)
     speaks_here: bool = False
     converts: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it needs the drafter."""
+        if self.is_ours:
+            return self.options.get("drafter", "+").endswith("+")
+        return self.options.get("draft") == "drafter" or self.options.get("drafts", False)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether it reads GGUF files as they are."""
+        other = {"backend", "quantize"} & set(self.options) or self.options.get("draft") == "assistant"
+        return self.environment in (OURS, "llama_cpp") and not other
 
     @property
     def is_ours(self) -> bool:
@@ -77,10 +91,11 @@ PEERS = (
     _transformers("transformers lookup", "lookup", "prompt lookup, 10 tokens"),
     _transformers("transformers dflash", "dflash", '`speculation_type="dflash"`'),
     Peer("dflash", "dflash", "zlab_dflash.py", "z-lab's package, `dflash_generate`"),
-    _llama("llama.cpp", "plain"),
+    _llama(LLAMA, "plain"),
     _llama("llama.cpp ngram-simple", "its defaults", speculator="ngram-simple"),
     _llama("llama.cpp ngram-cache", "its defaults", speculator="ngram-cache"),
     _llama("llama.cpp draft-simple", "a smaller model drafts", speculator="draft-simple", draft="assistant"),
+    _llama("llama.cpp draft-dflash:1", "1 draft token", speculator="draft-dflash", draft="drafter", draft_tokens=1),
     # 3 draft tokens are its default, and its documentation asks for the whole block.
     _llama("llama.cpp draft-dflash:3", "3 draft tokens", speculator="draft-dflash", draft="drafter"),
     _llama("llama.cpp draft-dflash:7", "7 draft tokens", speculator="draft-dflash", draft="drafter", draft_tokens=7),
@@ -100,25 +115,33 @@ PEERS = (
     _ours("ours dflash", "chains of whole blocks"),
     _ours("ours dflash:4", "blocks of 4", drafting={"block_size": 4}),
     _ours("ours dflash:6", "blocks of 6", drafting={"block_size": 6}),
+    _ours("ours dflash:auto", "blocks as long as pays", drafting={"block_size": "auto"}),
+    _ours("ours lookup+dflash", "drafts of the text, too", drafter="lookup+", drafting={"block_size": "auto"}),
     _ours("ours ddtree", "trees of up to 32 draft tokens", drafting={"tree_budget": 32}),
     _ours("ours cost-aware", "trees as large as pays", drafting={"tree_budget": "auto"}),
 )
 
 
-def choose(names: Sequence[str] | None, kind: str = DFLASH) -> list[Peer]:
+def choose(names: Sequence[str] | None, kind: str | None = DFLASH, files: bool = False) -> list[Peer]:
     """Return the peers of these names, the reference and our plain decoding, in the order of the table.
 
     Args:
         kind: Of the drafter; where it is another than DFlash, it takes that name's place in names and speculators.
+            None without a drafter.
+        files: Whether the models are GGUF files, for which `LLAMA` is the reference.
 
     Raises:
         ValueError: An unknown name.
     """
-    known = {peer.name for peer in PEERS}
+    known = [peer for peer in PEERS if (not files or peer.reads_files) and (kind is not None or not peer.drafts)]
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"Peer {name!r} is unknown; there are: {', '.join(sorted(known))}.")
-    chosen = [peer for peer in PEERS if names is None or peer.name in {*names, REFERENCE, PLAIN}]
+        if name not in {peer.name for peer in known}:
+            listed = ", ".join(sorted(peer.name for peer in known))
+            raise ValueError(f"Peer {name!r} is unknown, or does not run these models; there are: {listed}.")
+    always = {LLAMA if files else REFERENCE, PLAIN}
+    chosen = [peer for peer in known if names is None or peer.name in {*names, *always}]
+    if kind is None:
+        return chosen
     return [replace(peer, name=_of_kind(peer.name, kind), options=_of_kind(peer.options, kind)) for peer in chosen]
 
 

@@ -14,10 +14,10 @@ from benchmarks.peers.registry import Peer
 
 NOTES = """\
 tokens/s: tokens after those that came with the prompt, over the time from there to the last one; median of {repeats}
-repeats (slowest to fastest). x transformers and x ours plain: the ratio to `generate` and to our own plain decoding in
+repeats (slowest to fastest). x {reference} and x ours plain: the ratio to {reference} and to our own plain decoding in
 the same repeat, median; the former is engineering and drafting together, the latter drafting alone. tau: tokens per
 forward of the target. first ms: from the question to its first token, median. s/answer: reading the prompt included.
-same: prompts whose answers equal those of `generate` token by token; a speed counts only where that is all of them.
+same: prompts whose answers equal those of {reference} token by token.
 
 Peers were interleaved prompt by prompt. All had the same weights, prompts (as token ids), dtype, number of threads,
 stop tokens and limit of {max_new_tokens} new tokens, and decoded greedily, one prompt at a time. Prompts with a
@@ -27,7 +27,6 @@ start: until a peer can answer, its models being there in its own format. memory
 it answered one prompt at a time, mapped files included."""
 AT_ONCE = """ {at_once} at once: tokens of so many answers, asked for together, over the time of
 all, reading the prompts included; median of {repeats} repeats."""
-HEADER = ("peer", "", "tokens/s", "range", "x transformers", "x ours plain", "tau", "first ms", "s/answer", "same")
 OUR_COLOUR, THEIR_COLOUR, FAINT = "#d9622b", "#4878a8", "#999999"
 
 
@@ -60,15 +59,18 @@ class Results:
     differences: list[Difference]
 
 
-def figures_table(peers: Sequence[Peer], figures: Mapping[str, Figures], missing: Mapping[str, str]) -> str:
+def figures_table(
+    peers: Sequence[Peer], figures: Mapping[str, Figures], missing: Mapping[str, str], reference: str
+) -> str:
     """Return a table with a line for each peer; a missing one shows the reason."""
-    lines = []
+    speeds = ("tokens/s", "range", f"x {reference}", "x ours plain")
+    header, lines = ("peer", "", *speeds, "tau", "first ms", "s/answer", "same"), []
     for peer in peers:
         one = figures.get(peer.name)
         if one is None:
             reason = missing.get(peer.name, "no repeat was completed")
             lines.append(
-                (peer.name, f"missing: {' '.join(reason.replace('|', '/').split())}", *("",) * (len(HEADER) - 2))
+                (peer.name, f"missing: {' '.join(reason.replace('|', '/').split())}", *("",) * (len(header) - 2))
             )
             continue
         by_repeat = one.tokens_per_second_by_repeat
@@ -77,7 +79,7 @@ def figures_table(peers: Sequence[Peer], figures: Mapping[str, Figures], missing
         same = "all" if one.same == 1 else f"{100 * one.same:.1f} %"
         times = f"{1000 * one.first_token_seconds:.0f}", f"{one.seconds_per_answer:.3f}"
         lines.append((peer.name, peer.does, *speeds, f"{one.tau:.2f}", *times, same))
-    return table(HEADER, lines, left=2)
+    return table(header, lines, left=2)
 
 
 def loaded_table(peers: Sequence[Peer], results: Results) -> str:
@@ -98,7 +100,7 @@ def page(results: Results, peers: Sequence[Peer], command: str) -> str:
     parts = ["# Decoding speed against other implementations", written, "![](peers.png)"]
     for name, figures in results.sets.items():
         timed = max((one.prompts for one in figures.values()), default=0)
-        parts += [f"## {name}: {timed} prompts", figures_table(peers, figures, results.missing)]
+        parts += [f"## {name}: {timed} prompts", figures_table(peers, figures, results.missing, settings["reference"])]
     counts = {"prompts": sum(settings["prompts"].values()), "repetitive": sum(results.repetitive.values())}
     parts += [NOTES.format(**settings | counts), "## Start and memory", loaded_table(peers, results)]
     parts += [LOADED + (AT_ONCE.format(**settings) if settings["at_once"] else ""), "## Where tokens differ"]
@@ -112,7 +114,7 @@ def page(results: Results, peers: Sequence[Peer], command: str) -> str:
         )
         for one in results.differences
     ]
-    header = ("peer", "prompt", "first at token", "`generate`", "peer's", "margin of the logits")
+    header = ("peer", "prompt", "first at token", settings["reference"], "peer's", "margin of the logits")
     parts.append(table(header, lines, left=2) if lines else "Nowhere.")
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB"
     facts = [
@@ -153,7 +155,7 @@ def draw(results: Results, peers: Sequence[Peer], path: Path) -> None:
                 over = (number(each, unknown="?") for each in (one.over_reference, one.over_plain))
                 label = f"{rate:.0f}  (x{', x'.join(over)})" + ("" if one.same == 1 else "  tokens differ")
                 axes.text(max(by_repeat) + 0.02 * widest, place, label, va="center", fontsize=8)
-            axes.set(title=title, xlabel="tokens/s  (x transformers generate, x ours plain)", xlim=(0, 1.6 * widest))
+            axes.set(title=title, xlabel=f"tokens/s  (x {settings['reference']}, x ours plain)", xlim=(0, 1.6 * widest))
             axes.set_yticks(range(len(names)), names)
             axes.grid(axis="x", alpha=0.3)
             axes.set_axisbelow(True)

@@ -21,7 +21,7 @@ COMMANDS, DRAFTERS, TARGETS, PAGES = (f"blockdraft.{kind}" for kind in ("command
 # What this project's other packages bring, for messages about what is not installed.
 PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "blockdraft-train": {
-        COMMANDS: ("fit", "prompts", "data", "hidden-states", "train", "push", "doctor"),
+        COMMANDS: ("fit", "prompts", "data", "hidden-states", "train", "doctor"),
     },
     "blockdraft-diffusion": {
         COMMANDS: ("diffusion",),

@@ -304,8 +304,8 @@ class Drafting:
     )
     draft_passes: Count | None = Field(
         None,
-        description="Draft passes per block: each one fixes the surest draft tokens for the next. For a flow map, the "
-        "number of jumps from noise to tokens. By default what the drafter was made with, usually 1.",
+        description="Draft passes per block: each one fixes the surest draft tokens for the next. By default "
+        "what the drafter was made with, usually 1.",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a wheel. `make wheel` builds one and uses it."""
+"""Checks of wheels. `make wheel` builds them and uses them."""
 
 import zipfile
 from pathlib import Path
@@ -24,18 +24,18 @@ def made(folder: Path, names: list[str]) -> Path:
 
 
 def test_a_wheel_holds_the_package_and_libraries(tmp_path: Path) -> None:
-    wheel.check_contents(made(tmp_path, GOOD), TRACKED)
+    wheel.check_contents(made(tmp_path, GOOD), TRACKED, has_libraries=True)
 
 
 @pytest.mark.parametrize("name", [GOOD[0], GOOD[1], LIBRARY])
 def test_nothing_may_be_missing(tmp_path: Path, name: str) -> None:
     with pytest.raises(AssertionError, match="has no libraries" if name == LIBRARY else f"lacks .*{name}"):
-        wheel.check_contents(made(tmp_path, [each for each in GOOD if each != name]), TRACKED)
+        wheel.check_contents(made(tmp_path, [each for each in GOOD if each != name]), TRACKED, has_libraries=True)
 
 
 def test_nothing_else_may_be_in_it(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"should not have \['blockdraft/notes.txt'\]"):
-        wheel.check_contents(made(tmp_path, [*GOOD, "blockdraft/notes.txt"]), TRACKED)
+        wheel.check_contents(made(tmp_path, [*GOOD, "blockdraft/notes.txt"]), TRACKED, has_libraries=True)
 
 
 def test_the_package_is_what_git_knows() -> None:
@@ -46,3 +46,15 @@ def test_the_package_is_what_git_knows() -> None:
         "src/blockdraft/pair/tiny/target/model.safetensors",
     } <= {*names}
     assert not any("egg-info" in name or "libraries" in name for name in names)
+
+
+def test_other_wheels_have_no_libraries(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="should not have"):
+        wheel.check_contents(made(tmp_path, GOOD), TRACKED, has_libraries=False)
+
+
+def test_packages_come_with_those_that_they_need() -> None:
+    assert wheel.needed_by("blockdraft") == ["blockdraft"]
+    assert wheel.needed_by("blockdraft-radar") == ["blockdraft", "blockdraft-radar"]
+    assert wheel.needed_by("blockdraft-diffusion") == ["blockdraft", "blockdraft-train", "blockdraft-diffusion"]
+    assert all((wheel.ROOT / folder / "pyproject.toml").exists() for folder in wheel.FOLDERS.values())

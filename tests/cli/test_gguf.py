@@ -80,10 +80,9 @@ def test_data_and_training(
 
 
 @pytest.mark.slow
-def test_inspect_doctor_and_push(
+def test_inspect_and_doctor(
     file: Path,
     tiny_drafter_dir: Path,
-    tmp_path: Path,
     blockdraft: Run,
     own_cache: Path,
 ) -> None:
@@ -92,8 +91,6 @@ def test_inspect_doctor_and_push(
     assert fingerprint is not None and fingerprint in done.out
     assert (done := blockdraft("doctor", "--target", file, "--drafter", tiny_drafter_dir)).code == 1
     assert "not trained" in " ".join(done.out.split())
-    assert blockdraft("push", tiny_drafter_dir, "--target", file, "--out", tmp_path / "repository").code == 0
-    assert "# A drafter for m.gguf" in (tmp_path / "repository" / "README.md").read_text()
 
 
 def test_export_leaves_its_file(

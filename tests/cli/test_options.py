@@ -126,6 +126,6 @@ def test_commands_that_load_a_target_can_choose_the_backend() -> None:
     names = {name: {parameter.name for parameter in command.params} for name, command in commands.items()}
     odd = {name for name, options in names.items() if ("target" in options) != ("backend" in options)}
     # quantize decodes on the native backend alone, and the others read files without loading a target.
-    assert odd == {"quantize", "inspect", "push"}
+    assert odd == {"quantize", "inspect"}
     exact = [name for name, options in names.items() if "exact" in options]
     assert exact == ["generate", "chat", "serve", "bench", "calibrate", "doctor"]

@@ -99,7 +99,7 @@ def with_tools(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFa
     The model was never trained for tools, so tests look only at calls that it must make.
     """
     folder = tmp_path_factory.mktemp("models")
-    subprocess.run([PYTHON, "-m", "benchmarks.server.tiny", str(folder)], env=_environment(), cwd=ROOT, check=True)
+    subprocess.run([PYTHON, "-m", "tests.server_targets", str(folder)], env=_environment(), cwd=ROOT, check=True)
     return serve(folder / "pair", "--block-size", "4", "--max-answer-tokens", "600")  # it never stops calling
 
 

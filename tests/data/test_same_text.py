@@ -21,7 +21,7 @@ CALLS = (
     "{{ message.tool_call_id }}{{ message.reasoning_content }}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-SERVER = Path(__file__).parents[2] / "benchmarks/server/chat_template.jinja"
+SERVER = Path(__file__).parents[2] / "tests/chat_template.jinja"
 TEMPLATES = [
     CALLS,
     FORGETFUL,

@@ -23,7 +23,7 @@ class Failed(Exception):
 
 
 def as_gguf(model: str, settings: dict[str, Any], weights: str | None = None, target: str | None = None) -> Path:
-    """Return the model's GGUF file; convert the model if there is none yet.
+    """Return the model's GGUF file, which may be the model; convert the model if there is none yet.
 
     Args:
         weights: What they are rounded to, by llama.cpp's own quantiser; None leaves them in the dtype.
@@ -32,6 +32,8 @@ def as_gguf(model: str, settings: dict[str, Any], weights: str | None = None, ta
     Raises:
         Failed: It cannot be made.
     """
+    if model.endswith(".gguf"):
+        return Path(model)
     dtype = settings["dtype"]
     home = Path(settings.get("models") or HOME / "models")
     exact = home / f"{digest(model)}-{dtype}.gguf"

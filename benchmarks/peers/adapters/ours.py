@@ -50,7 +50,12 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         target = blockdraft.load_target(settings["target"], **chosen)
     except ValueError as error:
         raise Missing(str(error)) from error
-    named = {name: way.get("drafter") or settings["drafter"] for name, way in ways.items()}
+
+    def drafter_of(way: dict[str, Any]) -> str:
+        named = str(way.get("drafter") or settings["drafter"])
+        return named + settings["drafter"] if named.endswith("+") else named
+
+    named = {name: drafter_of(way) for name, way in ways.items()}
     drafters = {each: blockdraft.load_drafter(each, target=target) for each in set(named.values())}
     if compiled and (reason := why_uncompiled(target, *drafters.values())):
         raise Missing(reason)

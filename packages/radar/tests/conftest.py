@@ -1,7 +1,8 @@
-"""Add the import paths of radar_configs.py and gguf_writer.py."""
+"""Add the import paths of radar_configs.py, gguf_writer.py and the benchmarks."""
 
 import sys
 from pathlib import Path
 
 here = Path(__file__).parent
-sys.path += [str(here), str(here.parent / "targets")]
+root = here.parents[2]
+sys.path += [str(path) for path in (here, here.parent, root, root / "tests" / "targets")]

@@ -1,100 +1,110 @@
-"""The radar page: the same projections as in Python, and its use in headless Chromium."""
+"""The radar page: what it asks the server, what an export holds, and its use in headless Chromium."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-from radar_configs import DEEPSEEK_V3, LFM2_8B_A1B, QWEN3_8B, QWEN3_30B_A3B
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from radar_configs import QWEN3_8B
+from starlette.testclient import TestClient
 
 from blockdraft.errors import UsageError
+from blockdraft.serving.app import make_app
+from blockdraft.serving.settings import ServeSettings
 from blockdraft_radar.devices import find, machine_of
-from blockdraft_radar.page import export_page, page
+from blockdraft_radar.page import Query, answer, export_page
 from blockdraft_radar.project import project
 from blockdraft_radar.shape import known_shapes, read_shape, shape_of_config
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NODE = shutil.which("node")
-PROJECTIONS = [
-    ("qwen3-8b", "RTX 4090", "bf16", 4096, 1, "mean"),
-    ("qwen3-8b", "B200 SXM", "fp8", 2048, 32, "math500"),
-    ("qwen3-30b-a3b", "H100 SXM", "Q4_K_M", 8192, 8, "chat"),
-    ("qwen3.5-27b", "M4 Max 40-core", "int4", 1000, 3, "code"),
-    ("gemma3-27b", "Ryzen 9 9950X", "Q8_0", 20000, 2, "gsm8k"),
-    ("deepseek-v3", "MI300X", "nvfp4", 4096, 16, "mean"),
-    ("llama-3.3-70b", "RTX 4090", "Q4_K_M", 512, 64, "alpaca"),
-    ("gpt-oss-120b", "B200 SXM", "mxfp4", 5, 1, "humaneval"),
-    ("gemma4-e2b", "M4", "Q8_0", 1024, 1, "mean"),
-]
-COMPARED = ["fits", "memory_bytes", "first_token_seconds", "plain", "drafted", "block_size", "confidence"]
+SITE = "http://localhost"
+Run = Callable[..., Any]
+expect.set_options(timeout=20_000)  # of a busy machine
 
 
-def run(script: str) -> Any:
-    """Run a script with `radar` and `DATA` of the page, and return the JSON that it prints."""
-    source = (
-        page()
-        .split("<script>")[1]
-        .split("const own = []")[0]
-        .replace("get = (id) => document.getElementById(id)", "get = null")
-    )
-    process = subprocess.run([NODE or "node", "-"], input=source + script, capture_output=True, text=True, check=True)
-    return json.loads(process.stdout)
+def client(key: str | None = None) -> TestClient:
+    """Return a client of a server without models."""
+    app = make_app(Mock(), ServeSettings(api_key=key))
+    return TestClient(app, base_url=SITE, raise_server_exceptions=False)
 
 
-@pytest.mark.skipif(NODE is None, reason="needs node")
-def test_projections_match_python() -> None:
-    rows = run(
-        f"const all = {json.dumps(PROJECTIONS)};"
-        "console.log(JSON.stringify(all.map(([model, device, ...rest]) => radar.project("
-        "DATA.models.find((shape) => shape.name === model),"
-        "DATA.machines.find((machine) => machine.name === device), ...rest))));"
-    )
-    for (model, device, *rest), row in zip(PROJECTIONS, rows, strict=True):
-        expected = project(read_shape(model), machine_of(find(device)), *rest).as_dict()  # type: ignore[arg-type]
-        assert {name: row[name] for name in COMPARED} == close({name: expected[name] for name in COMPARED}), (
-            model,
-            device,
-        )
+def test_rows_are_projections() -> None:
+    response = client().post("/radar/rows", json={"device": "H100 SXM", "count": 2, "weights": "fp8", "batch": 8})
+    body = response.json()
+    machine = machine_of(find("H100 SXM"), 2)
+    assert (body["device"], body["memory_gb"]) == ("2x H100 SXM", machine.memory_gb)
+    assert len(body["rows"]) + len(body["short"]) == len(known_shapes())
+    for row in body["rows"][:3]:
+        expected = project(read_shape(row["model"]), machine, "fp8", 4096, 8).as_dict()
+        del row["why"]["commands"]
+        assert {name: row[name] for name in expected} == json.loads(json.dumps(expected))
+    fits = [row["fits"] for row in body["rows"]]
+    assert fits == sorted(fits, reverse=True)
 
 
-def close(value: Any) -> Any:
-    """Return the value for a comparison with a relative tolerance of 1e-6."""
-    if isinstance(value, dict):
-        return {name: close(item) for name, item in value.items()}
-    return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+def test_the_finest_weights_that_fit_are_shown() -> None:
+    kinds = {row["model"]: row["weights"] for row in answer(Query(device="RTX 4090"))["rows"]}
+    assert [kinds[name] for name in ("qwen3-8b", "qwen3-14b", "qwen3-32b", "deepseek-v3")] == [
+        *("bf16", "Q8_0", "Q4_K_M", "Q4_K_M")
+    ]
 
 
-@pytest.mark.skipif(NODE is None, reason="needs node")
-def test_shapes_match_python() -> None:
-    kinds = ["sliding_attention", "linear_attention", "full_attention"] * 12
-    mixed = {"text_config": {**QWEN3_8B, "layer_types": kinds, "sliding_window": 512}}
-    configs = [QWEN3_8B, QWEN3_30B_A3B, DEEPSEEK_V3, LFM2_8B_A1B, mixed]
-    shapes = run(f"console.log(JSON.stringify({json.dumps(configs)}.map((config) => radar.shapeOf(config, 'x'))));")
-    for config, shape in zip(configs, shapes, strict=True):
-        fields = shape_of_config(config, "x").__dict__
-        expected = {name: value for name, value in fields.items() if name not in ("drafters", "path")}
-        assert {name: shape[name] for name in expected} == expected
+def test_own_model_comes_first() -> None:
+    query = Query(device="RTX 4090", config=QWEN3_8B, name="mine.json", weights="int4")
+    [own, *others] = answer(query)["rows"]
+    expected = project(shape_of_config(QWEN3_8B, "mine.json"), machine_of(find("RTX 4090")), "int4")
+    assert own["plain"]["mid"] == expected.plain.mid and own["own"]
+    assert not any(row["own"] for row in others)
 
 
-def test_export(tmp_path: Path) -> None:
-    file = export_page(tmp_path / "web")
-    assert file.read_text() == page()
-    assert [path.name for path in file.parent.iterdir()] == ["index.html"]
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"device": "RTX 4091"}, "did you mean RTX 4090"),
+        ({"count": 0}, "must be 1 or more"),
+        ({"context": 0}, "context must be at least 1"),
+        ({"batch": "many"}, "batch must be"),
+        ({"task": "poetry"}, "got 'poetry'"),
+        ({"weights": "int1"}, "got 'int1'"),
+        ({"device": "M4", "ram": 0}, "more than 0 GB"),
+        ({"config": []}, "config.json is not a JSON object"),
+        ({"config": {}}, "lacks hidden_size"),
+        ({"config": {**QWEN3_8B, "hidden_size": 10**400}}, "hidden_size must be"),
+        ({"speed": 1}, "speed must be"),
+    ],
+)
+def test_bad_queries(query: dict[str, Any], message: str) -> None:
+    response = client().post("/radar/rows", json={"device": "RTX 4090", **query})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_only_the_page_needs_no_key() -> None:
+    assert client("secret").get("/radar").status_code == client("secret").head("/radar").status_code == 200
+    assert client("secret").post("/radar/rows", json={"device": "M4"}).status_code == 401
+
+
+def test_policy_allows_only_the_pages_script() -> None:
+    response = client().get("/radar")
+    script = response.text.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in response.headers["content-security-policy"]
+    assert "src=" not in response.text
+
+
+def test_export_to_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written to"):
-        export_page(tmp_path / "file")
-
-
-def test_page_is_self_contained() -> None:
-    assert "src=" not in page()
-    assert page().count("<script>") == page().count("</script>") == 1
+        export_page(tmp_path / "file", [], [])
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +118,38 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+def tab(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1100, "height": 900})
     tab = context.new_page()
     errors: list[str] = []
     tab.on("console", lambda message: errors.append(message.text))
     tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.goto(export_page(tmp_path / "web").as_uri())
     yield tab
     context.close()
-    assert errors == []
+    # Chromium reports responses of 400 and 401 to the console.
+    assert [error for error in errors if "Failed to load resource" not in error] == []
+
+
+def visit(tab: Page, key: str | None = None) -> Page:
+    """Open the page, with a server without models behind it."""
+    http = client(key)
+
+    def serve(route: Route) -> None:
+        request = route.request
+        headers = {name: value for name, value in request.headers.items() if name != "content-length"}
+        response = http.request(request.method, request.url, content=request.post_data_buffer, headers=headers)
+        route.fulfill(status=response.status_code, headers=dict(response.headers), body=response.content)
+
+    tab.route(f"{SITE}/**", serve)
+    tab.goto(f"{SITE}/radar")
+    return tab
+
+
+@pytest.fixture
+def opened(tab: Page) -> Page:
+    visit(tab)
+    expect(tab.locator("#rows li")).not_to_have_count(0)
+    return tab
 
 
 @pytest.mark.slow
@@ -131,6 +163,35 @@ def test_models_of_a_device(opened: Page) -> None:
     expect(opened.locator("#rows li")).to_have_count(1)
     opened.locator("summary").click()
     expect(opened.locator("dl")).to_contain_text("arxiv.org")
+    expect(opened.locator("dl")).to_contain_text("blockdraft serve --target qwen3-8b --drafter")
+
+
+@pytest.mark.slow
+def test_key(tab: Page) -> None:
+    visit(tab, key="secret")
+    expect(tab.locator("#problem")).to_contain_text("The API key is missing")
+    tab.locator("#key").fill("secret")
+    tab.locator("#key").press("Enter")
+    expect(tab.locator("#rows li")).not_to_have_count(0)
+    expect(tab.locator("#key")).to_be_hidden()
+    expect(tab.locator("#problem")).to_be_empty()
+
+
+@pytest.mark.slow
+def test_export_needs_no_server(tab: Page, blockdraft: Run, tmp_path: Path) -> None:
+    devices = ("--device", "RTX 4090", "--device", "2x RTX 3090")
+    blockdraft("radar", *devices, "--batch", 4, "--export", tmp_path / "web")
+    assert [path.name for path in (tmp_path / "web").iterdir()] == ["index.html"]
+    tab.goto((tmp_path / "web/index.html").as_uri())
+    expect(tab.locator("#status")).to_contain_text("batch 4")
+    tab.locator("#device").select_option("2x RTX 3090")
+    expect(tab.locator("#status")).to_contain_text("models fit 2x RTX 3090 with 48 GB")
+    tab.locator("#find").fill("qwen3-8b")
+    expect(tab.locator("#rows li")).to_have_count(1)
+    expected = project(read_shape("qwen3-8b"), machine_of(find("RTX 3090"), 2), batch=4).plain.mid
+    expect(tab.locator("#rows .num").first).to_contain_text(f"{expected:,.0f} (")
+    for name in ("#count", "#weights", "#batch", "#drop"):
+        expect(tab.locator(name)).to_be_hidden()
 
 
 @pytest.mark.slow

@@ -51,13 +51,13 @@ class Loaded:
         return Loaded, ()
 
 
-def write_custom_generate(folder: Path, drafter: str | None = None) -> None:
+def write_custom_generate(folder: str | Path, drafter: str | None = None) -> None:
     """Write a folder for `custom_generate=folder`.
 
     Args:
         drafter: Folder or hub name of the drafter for calls without `drafter`.
     """
-    own = folder / "custom_generate"
+    own = Path(folder, "custom_generate")
     own.mkdir(parents=True, exist_ok=True)
     (own / "generate.py").write_text(GENERATE.format(drafter=drafter), encoding="utf-8")
     (own / "requirements.txt").write_text(f"blockdraft>={version('blockdraft')}\n", encoding="utf-8")

@@ -29,7 +29,7 @@ class DFlashConfig:
     Attributes:
         block_size: Block size, anchor included; None is the size the drafter was trained for.
         diffusion_steps: Draft passes per block. Each pass fixes its most probable draft tokens, which the next pass
-            sees. None is the drafter's own number, 1 for all but flow maps.
+            sees. None is the drafter's own number, usually 1.
         noise_schedule: Curve of the share of draft tokens fixed after each pass, "cosine" or "linear".
         drafter: As in `load_drafter`; None is the bundled one.
     """

@@ -13,11 +13,11 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from blockdraft.plugins import PAGES, entry_points
 from blockdraft.serving.content_encoding import decode_body
 from blockdraft.serving.errors import OLLAMA_PATH, ApiError
 from blockdraft.serving.settings import ServeSettings
 
-OPEN_PATHS = {"/", "/radar", "/health"}  # need no key, since they reveal nothing and cost nothing
 ANY = "*"
 MAX_BODIES = 16  # bodies of the maximum size that all requests together may hold
 RETRY_SECONDS = 5
@@ -36,6 +36,8 @@ class Guard:
         self._app, self._settings = app, settings
         self._hosts = {host.lower() for host in (*settings.allow_host, settings.host)}
         self._origins = set(allowed_origins(settings))
+        # Pages and health need no key, since they reveal nothing and cost nothing.
+        self._open_paths = {"/", "/health", *(f"/{name}" for name in entry_points(PAGES))}
         self._key = None if settings.api_key is None else settings.api_key.strip().encode()
         self._body_bytes = 0  # of all present requests
 
@@ -53,7 +55,7 @@ class Guard:
         try:
             self._check_host(headers)
             self._check_origin(headers)
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in self._open_paths:
                 self._check_key(headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 if not await self._read(body, headers, receive):

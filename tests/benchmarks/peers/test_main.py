@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from benchmarks.peers import __main__ as program
 from benchmarks.peers import environments
-from benchmarks.peers.registry import PEERS, PLAIN, REFERENCE, choose
+from benchmarks.peers.registry import LLAMA, PEERS, PLAIN, REFERENCE, choose
 from fakes import fake
+
+from blockdraft.tools.export import gguf_source
 
 
 @pytest.fixture
@@ -23,9 +25,13 @@ def command(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPat
     return [*folders, "--prompts", str(prompts), "--max-new-tokens", "5", "--out", str(tmp_path / "out")]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object) -> None:
-    monkeypatch.setattr(program, "choose", lambda names, kind: list(peers))
-    program.main(arguments)
+def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object, code: int = 0) -> None:
+    monkeypatch.setattr(program, "choose", lambda names, kind, files: list(peers))
+    if code:
+        with pytest.raises(SystemExit, match=str(code)):
+            program.main(arguments)
+    else:
+        program.main(arguments)
 
 
 def test_one_command_measures_and_writes(
@@ -144,5 +150,38 @@ def test_a_drafter_gives_its_kind_to_the_names_of_peers(tiny_drafter_dir: Path, 
 def test_some_peers_come_with_what_they_are_compared_to() -> None:
     assert choose(None) == list(PEERS)
     assert [peer.name for peer in choose(["ours dflash", "dflash"])] == [REFERENCE, "dflash", PLAIN, "ours dflash"]
-    with pytest.raises(ValueError, match="Peer 'tgi' is unknown; there are: dflash, "):
+    with pytest.raises(ValueError, match="Peer 'tgi' is unknown, or does not run these models; there are: dflash, "):
         choose(["tgi"])
+
+
+def test_peers_of_gguf_files() -> None:
+    plain = [peer.name for peer in choose(None, None, files=True)]
+    assert plain == [LLAMA, "llama.cpp ngram-simple", "llama.cpp ngram-cache", PLAIN]
+    drafted = [peer.name for peer in choose(None, "eagle3", files=True)]
+    assert {*plain, "llama.cpp draft-eagle3:3", "ours eagle3", "ours lookup+eagle3", "ours ddtree"} <= {*drafted}
+    assert not {REFERENCE, "ours int4", "ours plain (hf)", "llama.cpp draft-simple"} & {*drafted}
+    with pytest.raises(ValueError, match="'ours dflash' is unknown, or does not run these models"):
+        choose(["ours dflash"], None, files=True)
+
+
+def test_a_gguf_file_is_compared_with_llama_cpp(
+    command: list[str],
+    tmp_path: Path,
+    tiny_target_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "model.gguf"
+    with gguf_source(tiny_target_dir) as source:
+        source.write_target(file, "f32")
+    run(monkeypatch, [*command, "--repeats", "1", "--target", str(file)], code=2)
+    assert "must both be GGUF files" in capsys.readouterr().err
+    at = command.index("--drafter")
+    run(monkeypatch, [*command[:at], *command[at + 2 :], "--target", str(file)], fake(LLAMA), fake(PLAIN, differ=1))
+    printed = capsys.readouterr().out
+    assert (
+        "x llama.cpp" in printed
+        and "cpu, as in the file" in printed
+        and "Drafter: none" in printed
+        and "transformers" not in printed
+    )

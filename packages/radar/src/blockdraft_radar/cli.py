@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from blockdraft_radar.shape import Shape
 
 WIDTH = 140  # characters of a table in a file or pipe
-USUAL = ("bf16", "Q8_0", "Q4_K_M")  # weights to try unless some are named
 CONTEXT = 4096  # tokens, unless a context is given
 DETAILED = 6  # rows up to which named models are shown in detail
 Names = tuple[str, ...]
@@ -64,7 +61,7 @@ class RadarSettings:
     devices: bool = Field(False, description="List the devices that have names.")
     train: bool = Field(False, description="Show what training a drafter would cost instead.")
     export: Annotated[Path | None, Flag(metavar="DIR")] = Field(
-        None, description="Write the page, which any web server can offer, to a folder."
+        None, description="Write the list as a page, which any web server can offer, to a folder."
     )
 
 
@@ -78,12 +75,8 @@ def radar(*, options: RadarSettings, as_json: AsJson = False) -> None:
     if options.devices:
         show_devices(console, as_json)
         return
-    if options.export is not None:
-        from blockdraft_radar.page import export_page
-
-        print(export_page(options.export))
-        return
     from blockdraft_radar.drafting import checked_task
+    from blockdraft_radar.rows import fastest, with_commands
     from blockdraft_radar.shape import known_shapes, read_shape
 
     checked_task(options.task)
@@ -97,7 +90,11 @@ def radar(*, options: RadarSettings, as_json: AsJson = False) -> None:
     rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, options)]
     slow = [row for row in rows if fastest(row) < options.least_speed]
     rows = [row for row in rows if fastest(row) >= options.least_speed]
-    if as_json:
+    if options.export is not None:
+        from blockdraft_radar.page import export_page
+
+        print(export_page(options.export, machines, rows))
+    elif as_json:
         print(json.dumps({"rows": [with_commands(row) for row in rows]}))
     elif options.model and len(rows) + len(slow) <= DETAILED:
         for row in [*rows, *slow]:
@@ -123,30 +120,20 @@ def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
 
 def _rows(shape: Shape, machine: Machine, options: RadarSettings) -> Iterator[Projection]:
     """Yield projections with each kind of weights. Unnamed models are left out if their context is too short."""
-    from blockdraft_radar.calibrated import calibrated
-    from blockdraft_radar.project import project
+    from blockdraft_radar.rows import rows_of
 
     context = CONTEXT if options.context is None else options.context
     if shape.context and context > shape.context:
         if not options.model:
             return
         context = shape.context if options.context is None else context
-    for kind in options.weights or (["file"] if shape.stored_bytes else USUAL):
-        known = calibrated(shape, kind) if machine.measured else None
-        costs, drafter = known or (None, None)
-        yield project(shape, machine, kind, context, options.batch, options.task, drafter=drafter, costs=costs)
-
-
-def fastest(row: Projection) -> float:
-    """Return the likely tokens per second, drafted or plain; 0 if the model does not fit."""
-    if not row.fits:
-        return 0.0
-    return max(row.plain.mid, row.drafted.mid if row.drafted else 0.0)
+    yield from rows_of(shape, machine, options.weights, context, options.batch, options.task)
 
 
 def needed(row: Projection, options: RadarSettings, shapes: list[Shape], machines: list[Machine]) -> str:
     """Say what a speed would take that a row does not reach."""
     from blockdraft_radar.project import batch_for
+    from blockdraft_radar.rows import fastest
 
     speed = options.least_speed
     shape = next(shape for shape in shapes if shape.name == row.model)
@@ -160,51 +147,13 @@ def needed(row: Projection, options: RadarSettings, shapes: list[Shape], machine
     return f"{reached}; {speed:,.0f} tokens/s are a batch of {batch}, about {speed / batch:,.0f} per sequence."
 
 
-def with_commands(row: Projection) -> dict[str, Any]:
-    """Return a row as `--json` prints it, with the commands that run what it shows."""
-    entry = row.as_dict()
-    entry["why"]["commands"] = commands(row)
-    return entry
-
-
-def commands(row: Projection) -> list[str]:
-    """Return the commands that run what a row shows, here and in other engines."""
-    from blockdraft.models import known
-    from blockdraft.models.catalogue import BUNDLED
-
-    model = None
-    with suppress(UsageError):
-        model = known(row.model)
-    name, hub = (model.id, model.hub) if model else (row.model, row.model)
-    lines = [["blockdraft", "pull", name]] if model else []
-    drafter = "none" if row.why["drafting"] == "loses" else row.why["drafter"] or "none"
-    size = [] if drafter == "none" else ["--block-size", str(row.block_size)]
-    lines.append(["blockdraft", "serve", "--target", name, "--drafter", drafter, *size])
-    served = row.weights in ("bf16", "fp8", "int8", "int4") and not row.device.startswith("Apple")
-    if served and drafter not in ("none", BUNDLED):
-        lines.append(["blockdraft", "inspect", drafter, "--target", hub])  # prints the command for each engine
-    if row.model.lower().endswith(".gguf"):
-        lines.append(["llama-server", "-m", row.model, "-c", str(row.context)])
-    return [shlex.join(line) for line in lines]
-
-
 def show_rows(console: Console, rows: list[Projection], options: RadarSettings) -> None:
     """Print the list: models that fit, the largest first."""
-    from blockdraft.models import known
+    from blockdraft_radar.rows import finest, largest_first
 
-    def parameters(row: Projection) -> int:
-        with suppress(UsageError):
-            return known(row.model).parameters or 0
-        return 0
-
-    if not options.weights:  # show the finest weights that fit, by model and device
-        best: dict[tuple[str, str], Projection] = {}
-        for row in rows:
-            current = best.get((row.model, row.device))
-            if current is None or (not current.fits and row.fits):
-                best[row.model, row.device] = row
-        rows = list(best.values())
-    fitting = sorted((row for row in rows if row.fits), key=lambda row: (-parameters(row), -fastest(row)))
+    if not options.weights:
+        rows = finest(rows)
+    fitting = [row for row in largest_first(rows) if row.fits]
     several = len({row.device for row in rows}) != 1
     columns: dict[str, Callable[[Projection], str]] = {
         "device": lambda row: row.device,
@@ -239,6 +188,8 @@ def show_rows(console: Console, rows: list[Projection], options: RadarSettings) 
 def show_row(console: Console, row: Projection) -> None:
     """Print a projection with its reasons."""
     why = row.why
+    from blockdraft_radar.rows import commands
+
     parts = {"weights": "weight", "drafter": "drafter", "caches": "cache", "workspace": "workspace"}
     sizes = ", ".join(f"{name} {gigabytes(why[f'{key}_bytes'])}" for name, key in parts.items())
     facts = [

@@ -1,7 +1,7 @@
 """Projection of the memory and speed of a model on a machine, with and without a drafter.
 
 A drafted step is a forward pass over a block and a pass of the drafter (`step.py`), and yields tau tokens
-(`drafting.py`). `page/projection.js` is the same in JavaScript; a test compares them.
+(`drafting.py`).
 """
 
 from __future__ import annotations

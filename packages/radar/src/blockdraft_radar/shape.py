@@ -17,6 +17,7 @@ from blockdraft.text_files import read_json
 STATE_SIZE = 128  # default numbers per channel of a recurrent layer's state
 STATE_WIDTH = 1.25  # default channels of a recurrent layer, relative to the hidden size
 CONVOLUTION = 3  # tokens that a short convolution keeps, as in LFM2
+MAX_DIMENSION = 2**40
 HEADER_BYTES = 2**25  # fetched from a GGUF file on the hub; vocabularies of 250,000 tokens take about 12 MB
 KEYS_OF_MOE = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 RECURRENT = {"linear_attention", "mamba", "recurrent", "conv"}
@@ -132,8 +133,11 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:
             value = text.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (value == 0 and default is None):
-                raise UsageError(f"{name}: {key} must be a positive integer, got {value!r}.")
+            lowest = 1 if default is None else 0
+            if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= MAX_DIMENSION:
+                raise UsageError(
+                    f"{name}: {key} must be an integer from {lowest} to {MAX_DIMENSION}, got {value!r:.30}."
+                )
             return value
         if default is None:
             raise UsageError(f"{name} lacks {keys[0]}; give the config.json of a language model.")

@@ -3,7 +3,6 @@
 A forward pass takes the time of reading weights and caches at the device's bandwidth, or the time of its arithmetic,
 whichever is longer, plus the part of the shorter one that does not overlap. Each layer and step adds constants. A
 mixture of experts reads every expert that any token uses: with 8 of 128 experts, 4 tokens read 29 and 16 tokens 82.
-`page/projection.js` is the same in JavaScript; a test compares them.
 """
 
 from __future__ import annotations

@@ -76,11 +76,6 @@ class DFlashDrafter(RunnerDrafter):
         self.network.to(target.device, target.dtype)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
-    @property
-    def usual_passes(self) -> int:
-        """Draft passes per block if the plan does not say how many."""
-        return 1
-
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
@@ -107,7 +102,7 @@ class DFlashDrafter(RunnerDrafter):
         """
         block_size, window = plan.block_size, plan.draft_window
         tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
-        passes = plan.draft_passes or self.usual_passes
+        passes = plan.draft_passes or 1
         if passes == 1:
             return self._draft_pass(state, tokens, 1, window)
         fixed = torch.zeros_like(tokens, dtype=torch.bool)

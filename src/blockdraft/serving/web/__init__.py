@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable
-from functools import partial
 from importlib.resources import files
 
 from fastapi import APIRouter
@@ -21,24 +19,20 @@ SCRIPTS = ("page.js", "recording.js", "chat.js", "race.js", "tree.js", "editors.
 
 
 def router() -> APIRouter:
-    """Return the routes `/` and `/NAME` of each plugin's page.
+    """Return the route `/`, and those of each plugin's page at `/NAME`.
 
-    They need no key: the pages hold no secrets, and ask for the API's key.
+    The pages need no key: they hold no secrets, and ask for the API's key. See `security.Guard`.
     """
     chat = _chat_page()
     routes = APIRouter()
 
     @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     def index() -> HTMLResponse:
-        return _respond(chat)
+        return page_response(chat)
 
-    for name, page in load_all(PAGES).items():
-        routes.add_api_route(f"/{name}", partial(_page, page), methods=["GET", "HEAD"], include_in_schema=False)
+    for name, page_router in load_all(PAGES).items():
+        routes.include_router(page_router(), prefix=f"/{name}")
     return routes
-
-
-def _page(page: Callable[[], str]) -> HTMLResponse:
-    return _respond(page())  # built on the first request
 
 
 def _chat_page() -> str:
@@ -49,7 +43,12 @@ def _chat_page() -> str:
     return page.replace("<script></script>", f"<script>\n{script}</script>")
 
 
-def _respond(page: str) -> HTMLResponse:
+def page_response(page: str) -> HTMLResponse:
+    """Return the response with a page, whose policy allows requests to this server and nothing else.
+
+    Args:
+        page: HTML with one `<script>` and one `<style>`, both without attributes.
+    """
     headers = {
         "Content-Security-Policy": _policy(page),
         "X-Content-Type-Options": "nosniff",

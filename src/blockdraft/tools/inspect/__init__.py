@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockdraft.tools.inspect.look import checked_pair, inspect
+from blockdraft.tools.inspect.look import inspect
 from blockdraft.tools.inspect.report import Check, Report
 
-__all__ = ["Check", "Report", "checked_pair", "inspect"]
+__all__ = ["Check", "Report", "inspect"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from blockdraft.tools.inspect.report import Report
 
 ADAPTER = "adapter_config.json"
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # fields of models published with an MTP head
-# Checks that only warn: if one fails, fewer draft tokens are accepted, or long texts are refused.
-SOFT = {"context", "fingerprint", "mask token"}
 
 
 def inspect(path: str | Path, target: str | Path | None = None, revision: str | None = None) -> Report:
@@ -71,29 +69,6 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
             )
         return report
     return _target(place, describe_target(place), given)
-
-
-def checked_pair(drafter: str | Path, target: str, note: Callable[[str], None]) -> Report:
-    """Return the report of `inspect` on a drafter that fits the target.
-
-    Args:
-        drafter: Folder, GGUF file, hub name, or "bundled".
-        target: Folder or hub name.
-        note: Called with each warning.
-
-    Raises:
-        UsageError: There is no drafter, it cannot be read, or it does not fit.
-    """
-    report = inspect(drafter_files(drafter, target), target)
-    if report.what != "drafter":
-        raise UsageError(f"{drafter} is not a drafter; give the folder of one.")
-    wrong = [check for check in report.fits if check.holds is False]
-    hard = [f"{check.name} ({check.detail})" for check in wrong if check.name not in SOFT]
-    if hard:
-        raise UsageError(f"{drafter} does not fit {target}: {'; '.join(hard)}. Use a drafter made for this target.")
-    for check in wrong:
-        note(f"{drafter} may not fit {target}: {check.name} ({check.detail}).")
-    return report
 
 
 def _check_target(place: Path) -> None:

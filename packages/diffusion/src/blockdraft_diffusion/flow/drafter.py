@@ -35,10 +35,6 @@ class FlowDrafter(DFlashDrafter):
     config: FlowConfig
     network_class: type[DFlashNetwork] = FlowNetwork
 
-    @property
-    def usual_passes(self) -> int:
-        return self.config.diffusion_steps
-
     @cached_property
     def _noise(self) -> Tensor:
         return position_noise(self.config.hidden_size).to(self._target.device)
@@ -64,7 +60,7 @@ class FlowDrafter(DFlashDrafter):
 
         places = torch.tensor(state.lengths)[:, None] + torch.arange(1, plan.block_size)
         noise = self._noise[send(places % POSITIONS, anchor.device)]
-        passes, share = plan.draft_passes or self.usual_passes, NOISE_SCHEDULES[self.noise_schedule]
+        passes, share = plan.draft_passes or self.config.diffusion_steps, NOISE_SCHEDULES[self.noise_schedule]
         hidden = network.denoised(noise, passes, share, run, lambda out: mean_embedding(scored(out), target.embed))
         return hidden, scored(hidden)
 

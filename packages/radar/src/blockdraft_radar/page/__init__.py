@@ -1,97 +1,130 @@
-"""The radar page: one self-contained HTML file, which computes projections with `projection.js`."""
+"""The radar page: one self-contained HTML file. It asks the server for projections, or holds those of an export."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from blockdraft.engine.runner import MAX_OWN_NODES
+from pydantic import BaseModel, ConfigDict
+
 from blockdraft.errors import UsageError
-from blockdraft.models import Drafter
-from blockdraft_radar.devices import DEFAULT_RAM_GB, LINKED, Machine, devices, machine_of
-from blockdraft_radar.drafting import TASKS, cost_for, tau_of
-from blockdraft_radar.project import BANDS, LOSES, SHARE, SIZES, WINS
-from blockdraft_radar.shape import KEYS_OF_MOE, RECURRENT, Shape, known_shapes
-from blockdraft_radar.step import ARITHMETIC, BITS, LINK_US, OF_KERNELS, ON_CPUS, PREFILL_TOKENS, UNPACKING, constants
+from blockdraft.models import known
+from blockdraft_radar.devices import DEFAULT_RAM_GB, Machine, devices, find, machine_of
+from blockdraft_radar.drafting import TASKS, checked_task
+from blockdraft_radar.project import Projection
+from blockdraft_radar.rows import finest, largest_first, rows_of, with_commands
+from blockdraft_radar.shape import known_shapes, shape_of_config
+from blockdraft_radar.step import BITS
 
 NAME = "index.html"
-NUMBERS = {
-    "DEFAULT_RAM_GB": DEFAULT_RAM_GB,
-    "LINKED": LINKED,
-    "LINK_US": LINK_US,
-    "LOSES": LOSES,
-    "MAX_OWN_NODES": MAX_OWN_NODES,
-    "OF_KERNELS": OF_KERNELS,
-    "PREFILL_TOKENS": PREFILL_TOKENS,
-    "SHARE": SHARE,
-    "UNPACKING": UNPACKING,
-    "WINS": WINS,
-}
+
+
+class Query(BaseModel):
+    """What the page asks for.
+
+    Attributes:
+        device: Name of a device, of which there are `count`.
+        ram: Memory in GB of a CPU, or of a chip that shares it.
+        weights: Kind of weights; by default the finest of the usual ones that fit.
+        context, batch, task: As in `project`.
+        config: A `config.json` of the user's own model, shown as `name`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    device: str
+    count: int = 1
+    ram: float | None = None
+    weights: str | None = None
+    context: int = 4096
+    batch: int = 1
+    task: str = "mean"
+    config: Any = None
+    name: str = "config.json"
+
+
+def answer(query: Query) -> dict[str, Any]:
+    """Return the rows that the page shows, as JSON objects: the user's own model first, then the catalogue.
+
+    Raises:
+        UsageError: A value is unknown or out of range, or the configuration is not a language model's.
+    """
+    checked_task(query.task)
+    machine = machine_of(find(query.device), query.count, query.ram)
+    own = None
+    if query.config is not None:
+        if not isinstance(query.config, dict):
+            raise UsageError(f"{query.name} is not a JSON object; give the config.json of a language model.")
+        own = shape_of_config(query.config, query.name)
+    rows, short = [], []
+    for shape in [*([own] if own else []), *known_shapes()]:
+        if shape.context and query.context > shape.context:
+            short.append({"model": shape.name, "licence": shape.licence})
+            continue
+        weights = [query.weights] if query.weights else []
+        [row] = finest(rows_of(shape, machine, weights, query.context, query.batch, query.task))
+        rows.append(row)
+    return _answer(machine, rows, short, own.name if own else None)
+
+
+def _answer(
+    machine: Machine, rows: Iterable[Projection], short: Sequence[dict[str, Any]] = (), own: str | None = None
+) -> dict[str, Any]:
+    rows = sorted(largest_first(rows), key=lambda row: row.model != own)
+    return {
+        "device": machine.name,
+        "memory_gb": machine.memory_gb,
+        "rows": [{**with_commands(row), "licence": _licence(row.model), "own": row.model == own} for row in rows],
+        "short": list(short),
+    }
+
+
+def _licence(name: str) -> str | None:
+    try:
+        return known(name).licence
+    except UsageError:
+        return None
 
 
 @cache
 def page() -> str:
-    """Return the HTML page, with all models and devices."""
-    folder = files(__name__)
-    data = data_of_page(known_shapes(), [machine_of(device) for device in devices()])
-    text = folder.joinpath(NAME).read_text(encoding="utf-8")
-    text = text.replace("/*PROJECTION*/", folder.joinpath("projection.js").read_text(encoding="utf-8"))
-    return text.replace("/*DATA*/", data.replace("</", "<\\/"))
+    """Return the HTML page that asks the server."""
+    machines = [machine_of(device) for device in devices()]
+    return _page(machines, None)
 
 
-def export_page(folder: Path) -> Path:
-    """Write the page to a folder, and return the file.
+def _page(machines: Iterable[Machine], answers: dict[str, Any] | None) -> str:
+    data = {
+        "machines": [{"name": m.name, "kind": m.kind, "memory_gb": m.memory_gb} for m in machines],
+        "weights": list(BITS),
+        "tasks": TASKS,
+        "ram": DEFAULT_RAM_GB,
+        "answers": answers,
+    }
+    text = files(__name__).joinpath(NAME).read_text(encoding="utf-8")
+    return text.replace("/*DATA*/", json.dumps(data).replace("</", "<\\/"))
+
+
+def export_page(folder: Path, machines: Sequence[Machine], rows: Sequence[Projection]) -> Path:
+    """Write a page that holds these rows to a folder, and return the file. It needs no server.
 
     Raises:
         UsageError: The folder cannot be written to.
     """
+    answers = {
+        machine.name: _answer(machine, finest(row for row in rows if row.device == machine.name))
+        for machine in machines
+    }
     file = folder / NAME
     partial = folder / f".{NAME}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page(), encoding="utf-8")
+        partial.write_text(_page(machines, answers), encoding="utf-8")
         partial.replace(file)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written to ({error.strerror}); give another folder.") from error
     return file
-
-
-def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
-    """Return the data of the page as JSON."""
-    models = []
-    for shape in shapes:
-        choices: Sequence[Drafter | None] = shape.drafters or (None,)
-        names = [field.name for field in fields(shape) if field.name not in ("drafters", "path")]
-        model = {name: getattr(shape, name) for name in names}
-        models.append({**model, "drafters": [_drafter_data(drafter) for drafter in choices]})
-    return json.dumps(
-        {
-            "numbers": NUMBERS,
-            "bits": BITS,
-            "bands": BANDS,
-            "arithmetic": ARITHMETIC,
-            "on_cpus": ON_CPUS,
-            "sizes": SIZES,
-            "keys_of_moe": KEYS_OF_MOE,
-            "recurrent": sorted(RECURRENT),
-            "tasks": TASKS,
-            "constants": {name: asdict(constant) for name, constant in constants().items()},
-            "machines": [asdict(machine) for machine in machines],
-            "models": models,
-            "unknown": _drafter_data(None),
-        }
-    )
-
-
-def _drafter_data(drafter: Drafter | None) -> dict[str, Any]:
-    return {
-        "hub": drafter.hub if drafter else None,
-        "cost": asdict(cost_for(drafter)),
-        "block_size": drafter.block_size if drafter else None,
-        "tau": {task: asdict(tau_of(drafter, task)) for task in TASKS},
-    }

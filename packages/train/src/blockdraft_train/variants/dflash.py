@@ -271,7 +271,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             if field.name in ("num_hidden_layers", "layers"):
                 same = depth <= network.config.num_hidden_layers and network.config.layers[:depth] == config.layers
             need(
-                same or field.name in ("block_size", "max_position_embeddings", "diffusion_steps"),
+                same or field.name in ("block_size", "max_position_embeddings", *self.free_fields),
                 f"{field.name} of {path}",
                 theirs,
                 f"that of the recipe and target, {ours}; change the recipe, or start without init",

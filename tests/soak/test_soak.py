@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.soak.__main__ import soak
-from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget, InjectedFault, poisoned
-from benchmarks.soak.load import Known, Load, known_answers, outcome
-from benchmarks.soak.report import Sample, grown_too_much, growth, picture_of
+from engine_soak import soak
+from soak_faults import Faults, FaultyDrafter, FaultyTarget, InjectedFault, poisoned
+from soak_load import Known, Load, known_answers, outcome
+from soak_report import Sample, grown_too_much, growth, picture_of
 
 from blockdraft import Completion, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine.stats import Stats

@@ -1,28 +1,24 @@
-"""Run one engine under load and faults for a long time: `python -m benchmarks.soak --minutes 60`.
+"""One engine under load and faults for a long time.
 
 The bundled pair serves 16 requests at a time from several threads: chats that continue each other, prompts of random
 length, and cancellations. Target, drafter and tokenizer raise at random, and logits become NaN. Every greedy output
 that ends well must be a prefix of plain decoding. At the end, memory must not have grown, all outputs must be right
-without faults, and no thread may be left. The command writes soak.json, soak.md and soak.png, and exits with 1 on a
-failure.
+without faults, and no thread may be left.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 import threading
 import time
-from dataclasses import asdict
 from typing import Any
 
 import psutil
-from benchmarks.harness.command import PROMPTS, ROOT, Parser, report_failures
-from benchmarks.harness.report import write_files
-from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget
-from benchmarks.soak.load import Load, known_answers, outcome
-from benchmarks.soak.report import SHORTEST_MINUTES, Sample, grown_too_much, growth, picture_of, summary_table
+from benchmarks.harness.command import PROMPTS
+from soak_faults import Faults, FaultyDrafter, FaultyTarget
+from soak_load import Load, known_answers, outcome
+from soak_report import SHORTEST_MINUTES, Sample, grown_too_much, growth
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
@@ -92,23 +88,3 @@ def soak(
     failures = [f"a wrong answer: {text}" for text in tally.wrong[:5]]
     failures += [text for text, is_so in wrong.items() if is_so]
     return summary, samples, failures + grown_too_much(samples, minutes)
-
-
-def main() -> int:
-    parser = Parser(__doc__, out=ROOT / "build" / "soak")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--requests", type=int, default=16, help="at a time (16)")
-    parser.add_argument("--share", type=float, default=0.002, help="of the calls of each part that fail (0.002)")
-    parser.add_argument("--tree-budget", default="16", help='a number, or "auto" (16)')
-    args = parser.parse()
-    budget = args.tree_budget if args.tree_budget == "auto" else int(args.tree_budget)
-    summary, samples, failures = soak(args.minutes, args.requests, args.share, tree_budget=budget)
-    found = {"summary": summary, "failures": failures, "samples": [asdict(sample) for sample in samples]}
-    write_files(args.out, {"soak.json": found, "soak.md": summary_table(summary)})
-    picture_of(samples, args.out / "soak.png")
-    print(summary_table(summary))
-    return report_failures(failures)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

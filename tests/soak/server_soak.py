@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import tell
 from benchmarks.server.load import SERVER, LoadSettings, Ways
-from benchmarks.soak.report import Sample, grown_too_much, growth, picture_of
+from soak_report import Sample, grown_too_much, growth
 
 PART = 20.0  # seconds after which streams start anew, and answers are compared
 
 
-def soak(minutes: float, how: LoadSettings, out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Run with the most streams at the largest width; returns figures and failures.
-
-    Writes samples.csv and soak.png.
-    """
-    streams, width = max(how.streams), max(how.widths)
+def soak(minutes: float, streams: int, out: Path) -> tuple[dict[str, Any], list[Sample], list[str]]:
+    """Run so many streams; return figures, samples over time, and failures."""
+    width, how = 1, LoadSettings(streams=(streams,), widths=(1,))
     samples, count, ended = list[Sample](), Counter[str](), threading.Event()
     problems = list[str]()
     with (
@@ -31,7 +26,7 @@ def soak(minutes: float, how: LoadSettings, out: Path) -> tuple[dict[str, Any], 
         Ways(width, how, [SERVER], out, Path(folder)) as ways,
     ):
         if SERVER in ways.missing:
-            return {}, [f"the server did not start: {ways.missing[SERVER]}"]
+            return {}, [], [f"the server did not start: {ways.missing[SERVER]}"]
         began, server = time.monotonic(), ways.servers[SERVER]
 
         def watch() -> None:
@@ -52,12 +47,6 @@ def soak(minutes: float, how: LoadSettings, out: Path) -> tuple[dict[str, Any], 
             ended.set()
             watcher.join()
         left_over, status = server.busy(), server.close()
-    with (out / "samples.csv").open("w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(field.name for field in fields(Sample))
-        lines.writerows(astuple(sample) for sample in samples)
-    if len(samples) > 2:
-        picture_of(samples, out / "soak.png")
     summary = {"minutes": minutes, "streams": streams, **count}
     summary |= {"memory growth after the warm-up": growth(samples)}
     summary |= {"largest memory, MiB": max((s.resident for s in samples), default=0) / 2**20, "exit status": status}
@@ -66,4 +55,4 @@ def soak(minutes: float, how: LoadSettings, out: Path) -> tuple[dict[str, Any], 
     failures += [] if count["requests"] else ["no request was answered"]
     failures += [f"requests are left at the end: {left_over}"] if left_over else []
     failures += [f"the server ended with {status}"] if status else []
-    return summary, failures
+    return summary, samples, failures

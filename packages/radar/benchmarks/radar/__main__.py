@@ -1,6 +1,6 @@
 """How near projections of `blockdraft radar` come to speeds that others published.
 
-Prints hits and misses, and writes benchmarks/radar/accuracy.md. With --fit, the constants of the classes of devices
+Prints hits and misses, and writes accuracy.md. With --fit, the constants of the classes of devices
 (packages/radar/src/blockdraft_radar/constants.toml) are first fitted on the half of the figures that does not judge.
 """
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.harness.command import ROOT, Parser
+from benchmarks.harness.command import Parser
 from benchmarks.harness.report import write_files
 from benchmarks.radar.accuracy import ASKED, fit, page, percent, shares, verdicts
 from benchmarks.radar.published import published
@@ -30,8 +30,8 @@ def constants_toml(head: str, fitted: Mapping[str, Constants]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(__doc__, prog="python -m benchmarks.radar")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/radar", metavar="DIR", help="folder of the page")
+    parser = Parser(__doc__, prog="make bench-radar")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, metavar="DIR", help="folder of the page")
     parser.add_argument("--fit", action="store_true", help="fit the constants first, and write them")
     options = parser.parse_args(arguments)
     if options.fit:

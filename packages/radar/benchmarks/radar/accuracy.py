@@ -186,7 +186,7 @@ def claims() -> Iterator[Sequence[str]]:
 
 INTRODUCTION = """# How accurate radar is
 
-`python -m benchmarks.radar` writes this page. It compares radar's projections with {figures} published speeds of
+`make bench-radar` writes this page. It compares radar's projections with {figures} published speeds of
 {devices} devices; [published.toml](published.toml) holds the figures and their sources.
 
 One half, chosen by a hash of source, device and model, fits the constants of each device class (`--fit`). The other

@@ -95,7 +95,7 @@ def test_constants_are_written_as_they_are_read() -> None:
 def test_the_page_shows_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     assert "figures that judge" in capsys.readouterr().out
-    folders = (tmp_path, ROOT / "benchmarks/radar")
+    folders = (tmp_path, ROOT / "packages/radar/benchmarks/radar")
     written, kept = ((folder / "accuracy.md").read_text(encoding="utf-8") for folder in folders)
     for page in (written, kept):
         for row in published():

@@ -1,4 +1,4 @@
-"""Small targets for tests of servers: `python -m benchmarks.server.tiny DIR`.
+"""Small targets for tests of servers: `python -m tests.server_targets DIR`.
 
 DIR/random is a random model of some thousand parameters, DIR/pair the bundled one; both have a chat template with tools
 and thinking.

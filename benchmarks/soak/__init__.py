@@ -1,1 +1,0 @@
-"""One engine under load, with cancellations and faults; its output must not change."""
