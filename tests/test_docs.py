@@ -113,6 +113,7 @@ NOT_RUN = {
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
     "blockdraft serve --no-stored-prefixes": SERVE,
+    "blockdraft serve --record traffic --record-hidden-states": SERVE,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "blockdraft bench server http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": SERVER,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
@@ -102,7 +102,9 @@ def generate(
         from blockdraft.engine import Engine, infill_params, infill_prompt
 
         peak = PeakMemory() if as_json else None  # on top of what the imports take
-        size = {"max_batch_size": options.batch_size or 1} if options.batch_size or not options.prompts else {}
+        size: dict[str, Any] = (
+            {"max_batch_size": options.batch_size or 1} if options.batch_size or not options.prompts else {}
+        )
         target = model.load_for(drafter.drafter, drafter.draft_vocab)
         loaded = drafter.load(target)
         engine = Engine(target, loaded, drafting=drafting, **size)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, Observer
 from blockdraft.engine.prefix_store import PrefixStore, StoredPrefix, common_length
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import MAX_OWN_NODES, MAX_PENDING_STEPS, OBSERVE_TOKENS, Runner
@@ -279,6 +279,7 @@ class Memory:
         nodes: Most nodes of a sequence.
         automatic: Whether drafting may pause.
         behind: KV slots that a sequence needs behind its tokens, if more than its nodes.
+        observer: Keeps hidden states of all sequences, if any are recorded.
     """
 
     target: Target
@@ -288,6 +289,7 @@ class Memory:
     prefill_tokens: int
     automatic: bool
     behind: int = 0
+    observer: Observer | None = None
 
     @property
     def _max_sequence_slots(self) -> int:
@@ -301,7 +303,8 @@ class Memory:
         """Return the bytes of the caches of target and drafter."""
         # Some targets keep bytes per sequence besides its slots, such as recurrent states.
         per_sequence = self.target.cache_bytes(self.max_batch_size, 0) - self.target.cache_bytes(1, 0)
-        return self.target.cache_bytes(1, slots) + per_sequence + self.drafter.state_bytes(1, slots)
+        observed = 0 if self.observer is None else self.observer.state_bytes(1, slots)
+        return self.target.cache_bytes(1, slots) + per_sequence + self.drafter.state_bytes(1, slots) + observed
 
     def workspace(self, slots: int) -> int:
         """Return the bytes that a step needs besides the caches.
@@ -320,7 +323,9 @@ class Memory:
         tokens = max(self.prefill_tokens, rows * self.nodes)
         if self.automatic:
             tokens = max(tokens, rows * min(MAX_PENDING_STEPS, target.max_context))
-        hidden_states = 2 * tokens * len(self.drafter.target_layers) * target.hidden_size * size
+        observed = () if self.observer is None else self.observer.target_layers
+        layers = {*self.drafter.target_layers, *observed}
+        hidden_states = 2 * tokens * len(layers) * target.hidden_size * size
         return forward + logits + hidden_states + sum(self._draft_workspace(part, slots) for part in self.drafter.parts)
 
     def _draft_workspace(self, part: Drafter, slots: int) -> int:

@@ -240,6 +240,7 @@ class MessagesRequest(CountRequest, GenerationSchema):
             replace(params, stop=(*params.stop, *(self.stop_sequences or ()))),
             max_tokens=self.max_tokens,
             speculation=self.speculation,
+            recorded=self.store is not False,
         )
 
 

@@ -37,6 +37,7 @@ class Choice:
         parser: Parses the output of a chat, or ends an infill early; None for plain text.
         clipped: Whether the context shortened the requested `max_tokens`.
         instruction_tokens: Leading tokens of the prompt that are system messages and tools of a chat.
+        recorded: As in `GenerationRequest`.
     """
 
     prompt: list[int]
@@ -44,6 +45,7 @@ class Choice:
     parser: OutputParser | HarmonyParser | InfillLimits | None
     clipped: bool
     instruction_tokens: int = 0
+    recorded: bool = True
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -97,7 +99,8 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
             parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         elif isinstance(prompt, Infill):
             parser = InfillLimits(prompt.max_seconds, prompt.min_indent)
-        choices.append(Choice(ids, replace(params, seed=seed), parser, clipped, instructions))
+        params_of_choice = replace(params, seed=seed)
+        choices.append(Choice(ids, params_of_choice, parser, clipped, instructions, request.recorded))
     return choices
 
 

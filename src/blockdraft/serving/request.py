@@ -76,6 +76,7 @@ class GenerationRequest:
         n: Number of choices. If `params` has a seed, each choice adds its index to it.
         max_tokens: Maximum tokens of each choice. None, and more than the context has room for, mean as many as fit.
         add_special_tokens: Whether the tokenizer adds its special tokens to a text.
+        recorded: Whether a server that records its requests records this one.
     """
 
     prompt: Chat | Infill | str | list[int]
@@ -84,6 +85,7 @@ class GenerationRequest:
     max_tokens: int | None = None
     add_special_tokens: bool = True
     speculation: Speculation = Speculation()
+    recorded: bool = True
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,7 @@ class ChatRequest(GenerationSchema):
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens or self._num_predicted,
             speculation=self.speculation,
+            recorded=self.store is not False,
         )
 
     @property
