@@ -241,6 +241,28 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
     torch.testing.assert_close(variant.teacher_logits(target, teacher), theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_norms_of_target_layers_begin_at_their_scale(tmp_path: Path) -> None:
+    """So the drafter still begins nearly as the last layer."""
+    target = of_family(tmp_path, "llama")
+    variant, network = made(target, draft_vocab=100, init="last_layer", fc_norm=True, norm_output=True)
+    network.keep(torch.arange(100))
+    variant.fit_head(network, target)
+    layers = network.config.target_layers
+    states = target_hidden_states(target, layers, [torch.randint(0, 100, (40,))])[0].float()
+    fused = network.fuse(states)
+    torch.testing.assert_close(fused.norm(dim=1).median(), states[:, -32:].norm(dim=1).median(), rtol=0.2, atol=0)
+    assert torch.cosine_similarity(fused, states[:, -32:]).min() > 0.99
+    assert network.config.norm_output and torch.equal(network.fed_on(fused), network.norm(fused))
+
+
+def test_a_frozen_head_stays_that_of_the_target(target: Target) -> None:
+    variant, network = made(target, draft_vocab=100, head="frozen")
+    network.keep(torch.arange(100, 200))
+    variant.fit_head(network, target)
+    assert [name for name, p in network.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+    assert torch.equal(network.lm_head.weight, embedding_and_head(target)[1][network.kept].float())
+
+
 @pytest.mark.parametrize(("family", "layout"), [("llama", None), ("qwen2", None), ("qwen3", "eagle3_speculators")])
 def test_the_layout_of_a_drafter_that_begins_as_the_last_layer(family: str, layout: str | None, tmp_path: Path) -> None:
     """Norms on queries and keys alone need another layout than the usual one."""
