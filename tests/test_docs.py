@@ -100,6 +100,7 @@ NOT_RUN = {
     "from blockdraft import Engine, load_drafter, load_target": "needs SmolLM2, or a model of the hub",
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 1 --out drafter --dry-run": FIT,
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
+    "blockdraft fit --target MODEL --init DRAFTER --data traffic --minutes 30 --out mine": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target MODEL --drafter DRAFTER --compare "..."': FIT,
     'blockdraft generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --compare "What is 17 '

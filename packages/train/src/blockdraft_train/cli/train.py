@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,7 +83,7 @@ def train(
     assert options.data is not None and options.out is not None
     out = options.out
 
-    from blockdraft.drafters import as_given
+    from blockdraft.drafters import as_given, drafter_files
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
     from blockdraft.formats.gguf import is_gguf, open_gguf
@@ -113,8 +114,10 @@ def train(
     if settings.hidden_states not in (None, "memory"):
         complaints.noted(read_hidden_states, settings.hidden_states)
     with complaints.noting():
-        if (init := begun_with(settings)) is not None:
+        if (given := begun_with(settings)) is not None:
+            init = drafter_files(given, model.target)
             kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
+            settings = replace(settings, init=str(init))
     accelerator = complaints.noted(make_accelerator, settings, run_folder(out), model.device)
     complaints.check()
     assert documents is not None and accelerator is not None

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from blockdraft.drafters.eagle3.network import (
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
+from blockdraft.nn.layers import RMSNorm
 from blockdraft.settings import Amount, Count, Layers, Share, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft_train.batches import PackedSequences
@@ -321,7 +322,8 @@ def take_last_layer(network: Eagle3Network, target: Target) -> None:
     network.fc.weight.zero_()
     network.fc.weight[:, -size:] = torch.eye(size)
     if network.config.fc_norm:
-        for norm, scale in zip(network.fc_norm, layer_scales(network, target), strict=True):
+        norms = cast("list[RMSNorm]", list(network.fc_norm))
+        for norm, scale in zip(norms, layer_scales(network, target), strict=True):
             norm.weight.fill_(scale)
 
 
@@ -333,7 +335,8 @@ def layer_scales(network: Eagle3Network, target: Target) -> list[float]:
     layers, tokens = network.config.target_layers, network.kept[:SCALE_TOKENS].cpu()
     [hidden_states] = target_hidden_states(target, layers, [tokens])
     squares = hidden_states.float().unflatten(1, (len(layers), -1)).square()
-    return squares.mean(dim=2).sqrt().median(dim=0).values.tolist()
+    scales: list[float] = squares.mean(dim=2).sqrt().median(dim=0).values.tolist()
+    return scales
 
 
 def strongest_neurons(layer: Mapping[str, Tensor], count: int) -> Tensor:
