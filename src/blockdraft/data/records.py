@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import Complaints, UsageError
+from blockdraft.formats.token_data import MANIFEST
 
 Message: TypeAlias = dict[str, Any]
 
@@ -285,6 +286,11 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
         raise UsageError(f"There is no {source}; give .jsonl, .json, .parquet or .txt files, or a dataset.")
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{source} is empty; give another source.")
+    if (path / MANIFEST).is_file():
+        raise UsageError(
+            f"{source} holds tokens, not records: give it as --data to `blockdraft train`, `hidden-states` or `fit "
+            "--init`."
+        )
     if texts := _text_files(path):
         return map(_text_record, texts)
     if path.is_file() and kind is None:
