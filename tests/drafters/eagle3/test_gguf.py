@@ -46,6 +46,7 @@ CONFIGS = [
     replace(CONFIG, rope_scaling=LLAMA3),
     replace(WHOLE, rope_scaling=YARN, head_dim=16),
     replace(CONFIG, norm_output=True, fc_norm=True),
+    replace(CONFIG, tied_head=True),
 ]
 
 

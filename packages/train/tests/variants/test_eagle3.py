@@ -260,7 +260,14 @@ def test_a_frozen_head_stays_that_of_the_target(target: Target) -> None:
     network.keep(torch.arange(100, 200))
     variant.fit_head(network, target)
     assert [name for name, p in network.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+    assert network.config.tied_head
     assert torch.equal(network.lm_head.weight, embedding_and_head(target)[1][network.kept].float())
+
+
+def test_a_head_that_has_learned_cannot_be_frozen(target: Target, tiny_eagle3_dir: Path) -> None:
+    assert not made(target, init=str(tiny_eagle3_dir), block_size=4)[1].config.tied_head
+    with pytest.raises(UsageError, match="head must be free, since that of .* has learned, got 'frozen'"):
+        made(target, init=str(tiny_eagle3_dir), block_size=4, head="frozen")
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", None), ("qwen2", None), ("qwen3", "eagle3_speculators")])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.eagle3.layout import ARCHITECTURE_NAMES, TABLE, checkpoint_of, tensor_shapes
+from blockdraft.drafters.eagle3.layout import ARCHITECTURE_NAMES, TABLE, TIED, checkpoint_of, tensor_shapes
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import check_tensors
@@ -54,7 +54,7 @@ class Eagle3:
         for name in NOT_THERE:
             need(not getattr(config, name), name, True, f"false {LIMIT}")
         values = {"block_count": 1, **{name: getattr(config, name) for name in FLAGS}}
-        own = {OWN + name: True for name in OWN_FLAGS if getattr(config, name)}
+        own = {OWN + name: True for name in (*OWN_FLAGS, TIED) if getattr(config, name)}
         return {f"{self.architecture}.{key}": value for key, value in values.items()} | {
             BLOCK: config.block_size,
             **own,
@@ -65,7 +65,7 @@ class Eagle3:
         need(depth == 1, f"{self.architecture}.block_count", depth, "1; no other is supported")
         need(HEAD in file.tensors, HEAD, None, "in the file; use llama.cpp for this drafter")
         flags = {name: file.metadata.get(f"{self.architecture}.{name}", False) for name in FLAGS}
-        flags |= {name: file.metadata.get(OWN + name, False) for name in OWN_FLAGS}
+        flags |= {name: file.metadata.get(OWN + name, False) for name in (*OWN_FLAGS, TIED)}
         size = file.metadata.get(BLOCK, BLOCK_SIZE)
         return Eagle3Config, {**flags, "draft_vocab_size": file.tensors[HEAD].shape[0], "block_size": size}
 

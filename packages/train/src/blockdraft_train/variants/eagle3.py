@@ -105,7 +105,8 @@ class Eagle3Recipe(Recipe):
     )
     head: Literal["free", "frozen"] = Field(
         "free",
-        description='Output head: "free" learns, from the target\'s rows on; "frozen" keeps them as they are.',
+        description='Output head: "free" learns, from the target\'s rows on; "frozen" keeps them as they are, so that '
+        "a compiled drafter can also draft the tokens of a sequence that are outside of its draft vocabulary.",
     )
     init: str | None = Field(
         None,
@@ -171,6 +172,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             max_position_embeddings=target.max_context,
             norm_output=bool(recipe.norm_output),
             fc_norm=bool(recipe.fc_norm),
+            tied_head=recipe.head == "frozen",
         )
 
     def usual_target_layers(self, layers: int) -> tuple[int, ...]:
@@ -186,7 +188,9 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             ours, theirs = getattr(self.recipe, name), getattr(config, field_name)
             same = ours is None or ours == theirs
             need(same, f"{name} of {self.recipe.init}", theirs, f"that of the recipe, {ours}; leave that out")
-        return replace(config, block_size=self.recipe.block_size)
+        frozen = self.recipe.head == "frozen"
+        need(config.tied_head or not frozen, "head", "frozen", f"free, since that of {self.recipe.init} has learned")
+        return replace(config, block_size=self.recipe.block_size, tied_head=frozen)
 
     def _init(self, num_target_layers: int) -> Checkpoint:
         assert self.recipe.init is not None
