@@ -393,7 +393,7 @@ class ConversationRecorder(Recorder):
             for turn in self._turns():
                 try:
                     self._tick(turn)
-                except (OSError, UsageError) as error:
+                except Exception as error:  # such as a full disk
                     self.failure = describe(error)
                     log.warning("Nothing is recorded any more: %s Answers go on.", self.failure)
                     return

@@ -47,7 +47,7 @@ LEAST_SECONDS = 5.0  # that training gets, however long the measurements take
 HIDDEN_STATES = "hidden-states"  # folder of hidden states in a folder of recorded conversations
 # Some passes at low rates: each further pass over few tokens brings less on others.
 FIELDS: dict[str, Any] = {"epochs": 3, "batch": 2, "optimizer": "muon", "schedule": "wsd", "warmup": 0.05}
-FIELDS |= {"learning_rate": 5e-4, "muon_learning_rate": 0.012, "eval_every": 0, "eval_prompts": 0, "trackers": ()}
+FIELDS |= {"learning_rate": 1e-4, "muon_learning_rate": 0.002, "eval_every": 0, "eval_prompts": 0, "trackers": ()}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def _continue(where: Where, settings: FitSettings, source: Path, note: Callable[
     assert data is not None and settings.init is not None
     with telling(note, "Loading the target"):
         model, backend = where.target or "bundled", where.backend or DEFAULT_BACKEND
-        target = load_target(model, where.dtype, where.device, backend, adapter=where.adapter, revision=where.revision)
+        named = {name: getattr(where, name) for name in ("dtype", "device", "adapter", "revision")}
+        target = load_target(model, backend=backend, **named)
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, and `fit` needs one; put tokenizer.json into its folder.")
     data.check_tokenizer(target.tokenizer)
