@@ -438,7 +438,7 @@ class Runner:
         if self._observer is not None:
             wanted = select_layers(hidden_states, self._target_layers, self._observer.target_layers)
             self._observer.observe(self._log.of([s.start for s in sequences]), tokens, wanted, lengths)
-        hidden_states = select_layers(hidden_states, self._target_layers, self.drafter.target_layers)
+            hidden_states = select_layers(hidden_states, self._target_layers, self.drafter.target_layers)
         self._let_drafter_observe(sequences, tokens, hidden_states, lengths)
 
     def _let_drafter_observe(
