@@ -301,8 +301,8 @@ def test_exceptions_are_needed() -> None:
 
 def test_public_names_resolve() -> None:
     assert " ".join(sorted(blockdraft.__all__)) == (
-        "Completion DFlashConfig DFlashGenerationMixin Drafter Drafting Engine Grammar LoadOptions RequestDrafting SamplingParams "
-        "Target load_drafter load_target"
+        "Completion DFlashConfig DFlashGenerationMixin Drafter Drafting Engine Grammar LoadOptions RequestDrafting "
+        "SamplingParams Target load_drafter load_target"
     )
     assert all(getattr(blockdraft, name) is not None for name in blockdraft.__all__)
 

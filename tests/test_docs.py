@@ -100,6 +100,7 @@ NOT_RUN = {
     "from blockdraft import Engine, load_drafter, load_target": "needs SmolLM2, or a model of the hub",
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 1 --out drafter --dry-run": FIT,
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
+    "blockdraft fit --target MODEL --init DRAFTER --data traffic --minutes 30 --out mine": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target MODEL --drafter DRAFTER --compare "..."': FIT,
     'blockdraft generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --compare "What is 17 '
@@ -113,6 +114,7 @@ NOT_RUN = {
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
     "blockdraft serve --no-stored-prefixes": SERVE,
+    "blockdraft serve --record traffic --record-hidden-states": SERVE,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "blockdraft bench server http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": SERVER,

@@ -21,68 +21,38 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft import load_target
-from blockdraft.drafters.none import NoDrafter
-from blockdraft.nn.cache import SequenceState
+from blockdraft.engine import Request
+from blockdraft.engine.recording import Recorder
+from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft_train.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft_train.data.documents import Document, read_data
 from blockdraft_train.data.hidden_states import plan_hidden_states, read_hidden_states
 from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.data.writer import DataWriter
 
 FILE_TOKENS = 8192
-CLOSED = 64  # sequences that are kept until their task ends
+CLOSED = 64  # ended requests that are kept until their task ends
 
 
-class RecordingState(SequenceState):
-    """Tokens and hidden states of each sequence, which go to `closed` when the sequence ends."""
+class SequenceRecorder(Recorder):
+    """Keeps the tokens and hidden states of the last requests that ended.
 
-    def __init__(self, batch: int, capacity: int, closed: deque[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(batch, capacity)
-        self._closed = closed
-
-    def new_value(self) -> list[tuple[Tensor, Tensor]]:
-        return []
-
-    def cut(self, value: list[tuple[Tensor, Tensor]], length: int) -> list[tuple[Tensor, Tensor]]:
-        tokens, hidden_states = joined(value) if value else (torch.empty(0), torch.empty(0))
-        return [(tokens[:length].clone(), hidden_states[:length].clone())] if len(tokens) else []
-
-    def close(self, start: int) -> None:
-        if pieces := self.values[start]:
-            self._closed.append(joined(pieces))
-        super().close(start)
-
-
-def joined(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    tokens, hidden_states = zip(*pieces, strict=True)
-    return torch.cat(tokens), torch.cat(hidden_states)
-
-
-class RecordingDrafter(NoDrafter):
-    """Drafter that proposes nothing, and keeps the hidden states of these target layers in bfloat16.
-
-    It needs an engine without stored prefixes. A sequence that runs alone until it ends is not observed whole.
+    Attributes:
+        closed: Tokens `[S]` int32 and hidden states `[S, m * H]` of each. The last token of an answer is left out, as
+            nothing was decoded behind it.
     """
 
     def __init__(self, target_layers: Sequence[int]) -> None:
         self.target_layers = tuple(target_layers)
         self.closed: deque[tuple[Tensor, Tensor]] = deque(maxlen=CLOSED)
 
-    def new_state(self, batch: int, capacity: int) -> RecordingState:
-        return RecordingState(batch, capacity, self.closed)
-
-    def observe(
-        self, state: SequenceState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]
-    ) -> None:
+    def record(self, request: Request, hidden_states: Tensor | None) -> None:
         assert hidden_states is not None
-        for start, length, row, states in zip(state.starts, lengths, tokens, hidden_states, strict=True):
-            if length:
-                # `to` would return a view of a tensor that is bfloat16 already.
-                piece = states[:length].to(torch.bfloat16, copy=True)
-                state.values[start].append((row[:length].to(torch.int32, copy=True), piece))
+        tokens = torch.tensor([*request.prompt, *request.token_ids[:-1]], dtype=torch.int32)
+        self.closed.append((tokens, hidden_states[: len(tokens)].clone()))
 
 
-class Recorder:
+class DocumentWriter:
     """Joins the documents of finished tasks with their recorded sequences, and writes them to files.
 
     Args:
@@ -90,8 +60,8 @@ class Recorder:
         name: Beginning of their names, which no other process uses.
     """
 
-    def __init__(self, drafter: RecordingDrafter, folder: Path, name: str) -> None:
-        self._drafter, self._folder, self._name = drafter, folder, name
+    def __init__(self, recorder: SequenceRecorder, folder: Path, name: str) -> None:
+        self._recorder, self._folder, self._name = recorder, folder, name
         folder.mkdir(parents=True, exist_ok=True)
         numbers = [int(path.stem.rpartition("-")[2]) for path in folder.glob(f"{name}-*.safetensors")]
         self._number = max(numbers, default=-1) + 1
@@ -112,7 +82,7 @@ class Recorder:
             self._write()
 
     def _join_waiting(self) -> None:
-        closed = list(self._drafter.closed)
+        closed = list(self._recorder.closed)
         self._waiting = [document for document in self._waiting[-CLOSED:] if not self._join(document, closed)]
 
     def _join(self, document: Document, closed: list[tuple[Tensor, Tensor]]) -> bool:

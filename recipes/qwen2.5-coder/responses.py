@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from chats import ChatTokens
 from documents import COPIES, is_validation
 from prompts import Grams, Task, grams, measured_grams, read_lines
-from recording import Recorder, RecordingDrafter
+from recording import DocumentWriter, SequenceRecorder
 from shards import Shards, read_shards
 
 from blockdraft import Engine, SamplingParams, load_target
@@ -256,7 +256,7 @@ class Pool:
             elif len(token_ids) >= checked + CHECK_EVERY and entry.request is not None:
                 checked = len(token_ids)
                 if loop_begin(token_ids, **REPEAT) is not None:
-                    entry.request.cancel()
+                    entry.request.cancel(complete=True)
 
         return self._engine.submit(prompt, params, listen)
 
@@ -295,18 +295,16 @@ def main() -> None:
         tasks = [task for task in tasks if task["kind"] not in COPIES]
     print(f"{len(done)} tasks are done, {len(tasks)} are left.", flush=True)
 
-    drafter = recorder = None
+    recorder = documents = None
     if args.record is not None:
-        drafter = RecordingDrafter([int(layer) for layer in args.target_layers.split(",")])
-        recorder = Recorder(drafter, args.record, f"part-{part}")
+        recorder = SequenceRecorder([int(layer) for layer in args.target_layers.split(",")])
+        documents = DocumentWriter(recorder, args.record, f"part-{part}")
     by_id, chats = {task["id"]: task for task in tasks}, ChatTokens(target.tokenizer)
-    # A recording drafter must observe whole sequences.
-    prefix_tokens = PREFIX_TOKENS if drafter is None else 0
 
     counts, tokens, began = Counter[str](), 0, time.monotonic()
     reported = began
-    cache_tokens = args.batch * SLOTS + prefix_tokens
-    with Engine(target, drafter, args.batch, cache_tokens=cache_tokens, prefix_tokens=prefix_tokens) as engine:
+    memory = {"cache_tokens": args.batch * SLOTS + PREFIX_TOKENS, "prefix_tokens": PREFIX_TOKENS}
+    with Engine(target, None, args.batch, **memory, recorder=recorder) as engine:
         pool = Pool(engine)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: pool.stop())
@@ -315,12 +313,12 @@ def main() -> None:
             if line is not None:
                 shards.append(line)
                 counts["dropped" if "dropped" in line else "answered"] += 1
-                if recorder is not None and "turns" in line and not is_validation(line["id"]):
+                if documents is not None and "turns" in line and not is_validation(line["id"]):
                     task = by_id[line["id"]]
                     document = chats.document(task, line)
                     if "text" in task:  # around a hole is code, as good to learn from as the response
                         document.supervised[:] = True
-                    recorder.add(document)
+                    documents.add(document)
             if time.monotonic() - reported > PROGRESS_SECONDS:
                 reported = time.monotonic()
                 print(
@@ -328,8 +326,8 @@ def main() -> None:
                     f"{tokens} tokens, {tokens / (reported - began):.1f} tokens/s",
                     flush=True,
                 )
-    if recorder is not None:
-        recorder.finish()
+    if documents is not None:
+        documents.finish()
     print(f"Stopped after {tokens} tokens; the responses are in {args.out}.", flush=True)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
+import json
 import os
 import shutil
 import socket
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -21,13 +24,14 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # full disk, exceeded quota, f
 
 
 @contextmanager
-def held(folder: Path, doing: str) -> Iterator[None]:
+def held(folder: Path, doing: str, option: str = "--out") -> Iterator[None]:
     """Context in which no other process may write a folder, which need not exist yet.
 
     The operating system ends the lock when this process ends, however it ends.
 
     Args:
         doing: Activity of this process, such as "converting", for the message that another process gets.
+        option: Option that names the folder, for the same message.
 
     Raises:
         UsageError: Another process holds the folder, or nothing can be written beside it.
@@ -47,10 +51,12 @@ def held(folder: Path, doing: str) -> Iterator[None]:
         with suppress(OSError):  # the other process may be ending
             holder = owner.read_text(encoding="utf-8") or holder
         raise UsageError(
-            f"{folder} is in use by {holder}; wait for it, end it, or choose another folder for --out."
+            f"{folder} is in use by {holder}; wait for it, end it, or choose another folder for {option}."
         ) from None
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another folder for --out.") from error
+        raise UsageError(
+            f"{folder} cannot be written ({error.strerror}); choose another folder for {option}."
+        ) from error
     try:
         yield
     finally:
@@ -136,3 +142,8 @@ def make_folder(folder: Path) -> None:
             path.unlink()
     except OSError as error:
         raise UsageError(f"{folder} cannot be written to ({error.strerror}); choose another --out.") from error
+
+
+def fingerprint(value: Any) -> str:
+    """Return the fingerprint, 16 hexadecimal digits, of a value that can be written as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

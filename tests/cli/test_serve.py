@@ -17,6 +17,8 @@ Run = Callable[..., Any]
         (["--max-batch-size", "0"], "--max-batch-size must be at least 1, got '0'"),
         (["--temperature", "-1"], "--temperature must be at least 0"),
         (["--served-model-name", " "], "--served-model-name holds an empty name"),
+        (["--record-hidden-states"], "--record-hidden-states has no folder; add --record DIR"),
+        (["--record", "R", "--record-hidden-states", "--drafter", "lookup"], "drafter lookup reads no hidden states"),
         (["--target", "/no/such/model", "--drafter", "none"], "/no/such/model"),
     ],
 )

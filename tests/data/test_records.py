@@ -223,6 +223,12 @@ def test_kinds_of_sources(tmp_path: Path) -> None:
     assert len(list(read_records([str(lines), str(tmp_path / "b.json")], RecordSettings(limit=2)))) == 2
 
 
+def test_folders_of_tokens_are_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"{tmp_path} holds tokens, not records: give it as --data"):
+        list(read_records([str(tmp_path)], PLAIN))
+
+
 def test_json_keeps_its_types(tmp_path: Path) -> None:
     """Texts that look like dates stay texts, nulls and missing keys stay what they are; in folders too."""
     raws = [

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from blockdraft.drafters import entries, load_drafter
-from blockdraft.formats import layouts
+from blockdraft.errors import Complaints, UsageError
+from blockdraft.formats import layouts, read_drafter
+from blockdraft.formats.gguf.drafter import write_drafter
+from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
 from blockdraft.tools.export import Format, export
@@ -101,6 +104,25 @@ def test_warm_start_takes_the_weights_and_allows_another_block_size(
         DFlashVariant(dataclasses.replace(recipe, target_layers=(0, 2))).network(
             dataclasses.replace(config, target_layers=(0, 2))
         )
+
+
+def test_warm_start_from_a_gguf_file(tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    target = load_target(tiny_target_dir)
+    checkpoint = read_drafter(tiny_drafter_dir, None, target.num_layers)
+    file = tmp_path / "drafter.gguf"
+    write_drafter(file, checkpoint, {"tokenizer.ggml.tokens": [f"t{i}" for i in range(target.vocab_size)]}, "f32")
+    networks = []
+    for init in (tiny_drafter_dir, file):
+        recipe = DFlashRecipe(layers=2, target_layers=(0, 1), block_size=8, init=str(init))
+        choices = DFlashVariant(recipe).defaults(target, None, complaints := Complaints())
+        complaints.check()
+        variant = DFlashVariant(dataclasses.replace(recipe, mask_token_id=choices["mask_token_id"].value))
+        networks.append(variant.network(variant.config(target)).state_dict())
+    assert all(torch.equal(networks[0][name], tensor) for name, tensor in networks[1].items())
+    with pytest.raises(UsageError, match="the drafter of .* must be one like DFlash, got 'Eagle3Config'"):
+        init = str(bundled_drafter(known("smollm2")))
+        other = DFlashRecipe(layers=2, target_layers=(0, 1), mask_token_id=3, init=init)
+        DFlashVariant(other).network(DFlashVariant(other).config(target))
 
 
 @pytest.mark.parametrize("name", [name for name in variant_names() if issubclass(find_variant(name), DFlashFamily)])

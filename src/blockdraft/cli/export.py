@@ -100,4 +100,5 @@ def _write_gguf(drafter: str, options: ExportSettings, model: TargetSettings) ->
         tell(f"Note: {note}")
     for file in (done.target, done.drafter):
         tell(f"{file}: {file.stat().st_size / 1e6:,.1f} MB")
-    tell(f"To use them: {done.line}")
+    if done.line is not None:
+        tell(f"To use them: {done.line}")

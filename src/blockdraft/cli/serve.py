@@ -24,12 +24,17 @@ from blockdraft.types import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     import socket
+    from pathlib import Path
 
+    from blockdraft.drafters import Drafter
     from blockdraft.engine import Engine
+    from blockdraft.engine.recording import ConversationRecorder
     from blockdraft.serving.service import Service
+    from blockdraft.targets import Target
     from blockdraft.types import Drafting
 
 NEEDED = ("fastapi", "uvicorn", "llguidance")  # the extra `server`
+RECORDED = 'finished conversations are recorded in {}, except requests with "store": false'
 NETWORK = "other machines reach it at port {} of this machine's address; --allow-host NAME allows a name"
 
 
@@ -58,7 +63,8 @@ def serve(
         from blockdraft.serving.backends import Backends
         from blockdraft.serving.service import Service
 
-        load = partial(_engine, model, drafter, drafting, settings)
+        recorders: list[ConversationRecorder] = []  # one for the engines of all backends
+        load = partial(_engine, model, drafter, drafting, settings, recorders)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
@@ -66,6 +72,8 @@ def serve(
             run.serve(service, settings, bound, lambda: announce(service, bound, check_result))
         finally:
             backends.close()
+            for recorder in recorders:
+                recorder.close()
 
 
 def _default_backends(model: DecodingSettings) -> tuple[str, ...]:
@@ -87,6 +95,7 @@ def _engine(
     drafter: DrafterSettings,
     drafting: Drafting,
     settings: ServeSettings,
+    recorders: list[ConversationRecorder],
     backend: str,
 ) -> Engine:
     from blockdraft.engine import Engine
@@ -94,17 +103,40 @@ def _engine(
 
     target = replace(model, backend=backend).load_for(drafter.drafter, drafter.draft_vocab)
     on_cpu = target.device.type == "cpu"
+    loaded = drafter.load(target)
+    if settings.record is not None and not recorders:
+        recorders.append(_recorder(settings.record, target, loaded, settings))
     cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, on_cpu)
     return Engine(
         target,
-        drafter.load(target),
+        loaded,
         settings.max_batch_size,
         drafting,
         prefix_tokens=prefix_tokens,
         cache_tokens=cache_tokens,
         shares_memory=on_cpu and settings.cache_tokens is None,
         stored_prefix_tokens=STORED_TOKENS if settings.stored_prefixes else 0,
+        recorder=next(iter(recorders), None),
     )
+
+
+def _recorder(folder: Path, target: Target, drafter: Drafter, settings: ServeSettings) -> ConversationRecorder:
+    """Return the recorder of a server, which holds its folder.
+
+    Raises:
+        UsageError: The folder cannot be used, or the drafter reads no hidden states.
+    """
+    from blockdraft.engine.recording import ConversationRecorder
+
+    layers: tuple[int, ...] = ()
+    if settings.record_hidden_states:
+        if not drafter.target_layers:
+            raise UsageError(
+                f"The drafter {drafter.kind} reads no hidden states, so there are none to record; name a drafter with "
+                "a network, or leave out --record-hidden-states."
+            )
+        layers = tuple(sorted({*drafter.target_layers, target.num_layers}))  # the last ones are what it learns from
+    return ConversationRecorder(folder, target, layers, settings.record_bytes)
 
 
 def _self_check(engine: Engine, count: int) -> str | None:
@@ -144,6 +176,7 @@ def announce(service: Service, bound: socket.socket, check_result: str | None) -
         f"Memory   up to {engine.memory_bytes() / 2**20:.0f} MiB besides the weights, for {engine.cache_tokens} tokens "
         f"of {engine.max_batch_size} requests at a time and of kept prefixes",
         *([] if service.settings.host in LOOPBACK else [f"Network  {NETWORK.format(bound.getsockname()[1])}"]),
+        *([] if service.settings.record is None else [f"Record   {RECORDED.format(service.settings.record)}"]),
         f"Page     {url}/",
         f"Call     curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{call}'",
         *([check_result] if check_result else []),

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import Complaints, UsageError
+from blockdraft.formats.token_data import MANIFEST
 from blockdraft.text_files import refuse_pointer
 
 log = logging.getLogger(__name__)
@@ -370,6 +371,11 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
         refuse_pointer(path)
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{source} is empty; give another source.")
+    if (path / MANIFEST).is_file():
+        raise UsageError(
+            f"{source} holds tokens, not records: give it as --data to `blockdraft train`, `hidden-states` or `fit "
+            "--init`."
+        )
     if texts := _text_files(path):
         return map(_text_record, texts)
     if path.is_file() and kind is None:
@@ -409,7 +415,7 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
 
 
 def _parquet_records(file: Path) -> Iterator[dict[str, Any]]:
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import parquet
 
     with parquet.ParquetFile(file) as opened:
         for batch in opened.iter_batches(batch_size=PARQUET_ROWS):

@@ -10,9 +10,12 @@ from blockdraft.drafters.base import (
     DraftCost,
     Drafter,
     DrafterSpec,
+    Observer,
+    select_layers,
     slots_behind,
 )
 from blockdraft.drafters.draft_vocab import check_draft_vocab
+from blockdraft.drafters.hidden_states import HiddenStateObserver
 from blockdraft.drafters.load import (
     TINY_DRAFTER,
     as_given,
@@ -36,6 +39,8 @@ __all__ = [
     "DraftCost",
     "Drafter",
     "DrafterSpec",
+    "HiddenStateObserver",
+    "Observer",
     "as_given",
     "bundled_for",
     "check_draft_vocab",
@@ -49,5 +54,6 @@ __all__ = [
     "joined",
     "load_drafter",
     "place_of",
+    "select_layers",
     "slots_behind",
 ]

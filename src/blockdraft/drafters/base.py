@@ -31,12 +31,51 @@ NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
 NOISE_SCHEDULE = "cosine"  # unless another one is chosen
 
 
-class Drafter(Protocol):
-    """Proposes the next tokens of a target. It observes committed tokens only, never rejected ones.
+class Observer(Protocol):
+    """Observes the committed tokens of sequences, never rejected ones, and the target's hidden states at them.
 
     Attributes:
-        target_layers: Target layers whose hidden states `observe` needs, 0-based; empty for a drafter that reads tokens
-            only.
+        target_layers: Target layers whose hidden states `observe` needs, 0-based; empty for one that reads tokens only.
+    """
+
+    target_layers: tuple[int, ...]
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        """Return an empty `SequenceState` for `batch` sequences of up to `capacity` tokens each."""
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        """Return the bytes of such a state."""
+
+    def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        """Add the tokens committed since the last call to the state, the newest anchor excluded.
+
+        Args:
+            tokens: `[B, N]` int64, shorter sequences padded at their end.
+            hidden_states: `[B, N, m * H]`, hidden states of the m target layers at these tokens; None without such
+                layers.
+            lengths: Number of valid tokens of each sequence.
+        """
+
+
+def select_layers(hidden_states: Tensor | None, given: Sequence[int], wanted: Sequence[int]) -> Tensor | None:
+    """Return the hidden states `[..., m * H]` of some target layers.
+
+    Args:
+        hidden_states: Hidden states `[..., n * H]` of the layers `given`.
+        wanted: Layers among them, in any order; without any, None is returned.
+    """
+    if hidden_states is None or not wanted:
+        return None
+    if tuple(wanted) == tuple(given):
+        return hidden_states
+    by_layer = hidden_states.chunk(len(given), dim=-1)
+    return torch.cat([by_layer[given.index(layer)] for layer in wanted], dim=-1)
+
+
+class Drafter(Observer, Protocol):
+    """Proposes the next tokens of a target.
+
+    Attributes:
         path: Folder or file that it was loaded from; None for a drafter without files.
         block_size: Maximum number of tokens on a path of a proposal, anchor included.
         chooses_tree_size: Whether it chooses how far to draft from `plan.step_seconds`.
@@ -53,7 +92,6 @@ class Drafter(Protocol):
     """
 
     path: Path | None
-    target_layers: tuple[int, ...]
     block_size: int
     chooses_tree_size: bool = False
     chooses_length: bool = False
@@ -89,12 +127,6 @@ class Drafter(Protocol):
         """Members of a hybrid drafter; for any other drafter, itself."""
         return (self,)
 
-    def new_state(self, batch: int, capacity: int) -> Any:
-        """Return an empty `SequenceState` for `batch` sequences of up to `capacity` tokens each."""
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        """Return the bytes of such a state."""
-
     def weight_bytes(self) -> int:
         """Return the bytes of its own weights, without those borrowed from the target."""
 
@@ -115,16 +147,6 @@ class Drafter(Protocol):
             anchor: `[B]` int64, each sequence's last committed token.
             plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees have acceptance probabilities
                 when `plan.step_seconds` is set. Without them, a hybrid drafter assumes 0.5 for every draft token.
-        """
-
-    def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
-        """Add the tokens committed since the last call to the state, the newest anchor excluded.
-
-        Args:
-            tokens: `[B, N]` int64, shorter sequences padded at their end.
-            hidden_states: `[B, N, m * H]`, hidden states of the m target layers at these tokens; None without such
-                layers.
-            lengths: Number of valid tokens of each sequence.
         """
 
     def remember(self, state: Any, scope: str, tokens: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blockdraft.decode.merging import beside, filled, merged
 from blockdraft.decode.proposal import HybridPlan, Plan, Proposal, SampledPlan, chain
-from blockdraft.drafters.base import Drafter, DrafterSpec
+from blockdraft.drafters.base import Drafter, DrafterSpec, select_layers
 from blockdraft.errors import UsageError, describe
 from blockdraft.nn.cache import SequenceState
 from blockdraft.timing import DRAFT_CHOICE, mark
@@ -181,7 +181,7 @@ class HybridDrafter(Drafter):
         # Members with a network come first, because they may fail. The sequences are then observed again, one by one,
         # and no member may observe the same tokens twice.
         for index, part in sorted(enumerate(self.parts), key=lambda item: not item[1].runs_network):
-            own = self._hidden_states_of(part, hidden_states)
+            own = select_layers(hidden_states, self.target_layers, part.target_layers)
             if part.runs_network:
                 state.add_pending(index, tokens, own, lengths)
             else:
@@ -190,16 +190,6 @@ class HybridDrafter(Drafter):
     def remember(self, state: HybridState, scope: str, tokens: Sequence[int]) -> None:
         for part, inner in zip(self.parts, state.inner, strict=True):
             part.remember(inner, scope, tokens)
-
-    def _hidden_states_of(self, part: Drafter, hidden_states: Tensor | None) -> Tensor | None:
-        if hidden_states is None or not part.target_layers:
-            return None
-        if part.target_layers == self.target_layers:
-            return hidden_states
-        by_target_layer = hidden_states.chunk(len(self.target_layers), dim=-1)
-        return torch.cat(
-            [by_target_layer[self.target_layers.index(target_layer)] for target_layer in part.target_layers], dim=-1
-        )
 
     def propose(self, state: HybridState, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:

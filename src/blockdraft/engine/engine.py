@@ -12,13 +12,14 @@ from types import TracebackType
 from weakref import WeakSet
 
 from blockdraft.decode.prediction import Prediction
-from blockdraft.drafters import Drafter, load_drafter, slots_behind
+from blockdraft.drafters import Drafter, HiddenStateObserver, load_drafter, slots_behind
 from blockdraft.engine.adaptive.costs import load_for, update
 from blockdraft.engine.adaptive.policy import MAX_AUTO_BUDGET, MAX_AUTO_BUDGET_CPU, controller
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.infill import ExtraFile, infill_params, infill_prompt
 from blockdraft.engine.kv_slots import Memory
 from blockdraft.engine.prefix_store import PrefixStore
+from blockdraft.engine.recording import Recorder
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
@@ -49,9 +50,11 @@ class Engine:
             `max_batch_size` requests of the greatest length, or what the memory allows.
         prefill_tokens: Most prompt tokens that are read between two steps; None is 256 on a CPU and 2048 elsewhere.
         stored_prefix_tokens: Least `instruction_tokens` of a request that are stored in the cache folder, from which
-            later engines of this pair load them; 0 stores none, nor does a pair that `PrefixStore` does not support.
+            later engines of this pair load them; 0 stores none, nor does a pair that `PrefixStore` does not support,
+            nor an engine that records hidden states.
         shares_memory: Whether other programs use the memory as well. Then `cache_tokens` are fewer where they need
             more than 1.5 GiB, but enough for one request of the greatest length.
+        recorder: Gets each finished request, with hidden states if it has target layers; None records nothing.
 
     Raises:
         UsageError: A number is too small, the block is longer than the drafter's, or the target cannot score trees.
@@ -73,6 +76,7 @@ class Engine:
         prefill_tokens: int | None = None,
         stored_prefix_tokens: int = 0,
         shares_memory: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         if prefill_tokens is None:
             prefill_tokens = PREFILL_TOKENS_CPU if target.device.type == "cpu" else PREFILL_TOKENS
@@ -104,9 +108,14 @@ class Engine:
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.max_draft_tokens
         self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes
+        self._recorder, self._observer = recorder, None
+        if recorder is not None and recorder.target_layers:
+            self._observer = HiddenStateObserver(recorder.target_layers, target.hidden_size)
+            stored_prefix_tokens = 0  # hidden states of a stored prefix would be missing
         self.memory = Memory(
             target=target,
             drafter=drafter,
+            observer=self._observer,
             max_batch_size=max_batch_size,
             nodes=nodes,
             prefill_tokens=prefill_tokens,
@@ -145,13 +154,20 @@ class Engine:
             if self.stored_prefix_tokens:
                 self._prefix_store = PrefixStore(self.target, self.drafter, self.stored_prefix_tokens)
             self._scheduler = Scheduler(
-                runner=Runner(self.target, self.drafter, slots=self.cache_tokens, sampled=self.drafting.sampled),
+                runner=Runner(
+                    self.target,
+                    self.drafter,
+                    slots=self.cache_tokens,
+                    sampled=self.drafting.sampled,
+                    observer=self._observer,
+                ),
                 controller=self.controller,
                 slots=self.cache_tokens,
                 max_batch_size=self.max_batch_size,
                 prefix_tokens=self.prefix_tokens,
                 prefill_tokens=self.prefill_tokens,
                 prefix_store=self._prefix_store,
+                recorder=self._recorder,
             )
         return self._scheduler
 
@@ -171,6 +187,7 @@ class Engine:
         trace: bool = False,
         instruction_tokens: int = 0,
         urgent: bool = False,
+        recorded: bool = True,
     ) -> Request:
         """Queue one prompt, and return at once.
 
@@ -182,6 +199,7 @@ class Engine:
             trace: Report in each chunk the step that it comes from.
             urgent: Run it before other requests, as a completion for somebody who types. Short requests go first in
                 any case, see `Scheduler`.
+            recorded: Whether the engine's recorder gets it.
 
         Returns:
             The request: `result()` waits for the answer, `cancel()` ends it early.
@@ -193,6 +211,7 @@ class Engine:
         """
         request = self.request(prompt, params or SamplingParams(), drafting, trace)
         request.listener, request.instruction_tokens, request.urgent = listener, instruction_tokens, urgent
+        request.recorded = recorded
         self._begin([request])
         return request
 

@@ -48,6 +48,8 @@ class Request:
         finish_reason: None while it waits or runs.
         failure: The error that ended it, if the finish reason is "error"; `error` is its message.
         cancelled: Set by `cancel`. The scheduler ends the request before the next step.
+        complete: Whether the answer is complete, although it was cancelled.
+        recorded: Whether the engine's recorder gets it.
     """
 
     prompt: list[int]
@@ -73,6 +75,8 @@ class Request:
     finish_reason: FinishReason | None = None
     failure: BlockdraftError | None = None
     cancelled: bool = False
+    complete: bool = False
+    recorded: bool = True
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
@@ -138,8 +142,13 @@ class Request:
             self.stats.accepted_prediction += accepted
             self.stats.rejected_prediction += num_drafted - accepted
 
-    def cancel(self) -> None:
-        """End the request early and keep the tokens so far. May be called from any thread."""
+    def cancel(self, complete: bool = False) -> None:
+        """End the request early and keep the tokens so far. May be called from any thread.
+
+        Args:
+            complete: Whether the reader needs no more, so that the tokens so far are the whole answer.
+        """
+        self.complete = self.complete or complete
         self.cancelled = True
 
     def result(self, timeout: float | None = None) -> Completion:

@@ -18,7 +18,7 @@ from blockdraft.decode.merging import put_first
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.decode.tree import best_count
 from blockdraft.decode.verification import Verdict, verify
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, HiddenStateObserver, select_layers
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.errors import RequestError, describe
 from blockdraft.kernels.cpu.library import one_torch_thread
@@ -74,13 +74,27 @@ class Runner:
     Args:
         slots: KV slots of each cache, those of draft tokens included.
         sampled: As in `Drafting`.
+        observer: Keeps the hidden states of all sequences, for a recorder; None keeps none.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, slots: int, sampled: bool = False) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        slots: int,
+        sampled: bool = False,
+        observer: HiddenStateObserver | None = None,
+    ) -> None:
         self.target, self.drafter = target, drafter
-        self._sampled = sampled
+        self._sampled, self._observer = sampled, observer
         self.cache, self.state = target.new_cache(1, slots), drafter.new_state(1, slots)
-        for store in (self.cache, self.state):
+        self._stores = [self.cache, self.state]
+        self._target_layers = drafter.target_layers
+        if observer is not None:
+            self._log = observer.new_state(1, slots)
+            self._stores.append(self._log)
+            self._target_layers = tuple(sorted({*drafter.target_layers, *observer.target_layers}))
+        for store in self._stores:
             store.close(0)
         compiled = getattr(target, "compiled", None) is not None
         compiled = compiled and all(part.compile_reason is None for part in drafter.parts)
@@ -92,7 +106,7 @@ class Runner:
 
     def open(self, start: int, capacity: int) -> None:
         """Begin an empty sequence."""
-        for store in (self.cache, self.state):
+        for store in self._stores:
             store.open(start, capacity)
 
     def close(self, start: int, zero_slots: bool = False) -> None:
@@ -104,7 +118,7 @@ class Runner:
         if [sequence.start for sequence in self._pending_of] == [start]:  # the drafter will not be asked about it
             self._pending, self._pending_of = [], []
         self.catch_up()
-        for store in (self.cache, self.state):
+        for store in self._stores:
             if zero_slots:
                 store.zero_slots(start, whole=True)
             store.close(start)
@@ -112,14 +126,14 @@ class Runner:
     def shrink(self, start: int, capacity: int) -> None:
         """Free the KV slots of a sequence beyond the first `capacity`, with their tokens."""
         self.catch_up()
-        for store in (self.cache, self.state):
+        for store in self._stores:
             store.shrink(start, capacity)
 
     def copy(self, source: int, start: int, length: int) -> None:
         """Copy the first `length` tokens of a sequence, as many as `reusable` says, to another, which is empty."""
         self.catch_up()
         assert length <= self.committed_length(source)
-        for store in (self.cache, self.state):
+        for store in self._stores:
             store.copy(source, start, length)
 
     def reusable(self, start: int, length: int) -> int:
@@ -146,6 +160,11 @@ class Runner:
         if request.params.lookup_scope is not None:
             self.drafter.remember(self.state, request.params.lookup_scope, request.token_ids)
 
+    def hidden_states(self, start: int) -> Tensor | None:
+        """Return the hidden states `[S, m * H]` of a sequence's committed tokens, or None without an observer."""
+        self.catch_up()
+        return None if self._observer is None else self._log.read(start)
+
     def restore(self, sequence: RunningSequence) -> None:
         """Undo a failed step: keep only the tokens that the request knows."""
         request, cache = sequence.request, self.cache.of([sequence.start])
@@ -155,7 +174,7 @@ class Runner:
         self._zero_slots(sequence.start)
 
     def _zero_slots(self, start: int) -> None:
-        for store in (self.cache, self.state):
+        for store in self._stores:
             store.zero_slots(start)
 
     def committed_length(self, start: int) -> int:
@@ -184,7 +203,7 @@ class Runner:
             tokens,
             chain(tokens).parents,
             cache,
-            target_layers=self.drafter.target_layers,
+            target_layers=self._target_layers,
             logits_at=None if scored else last,
         )
         prompt_logits = output.logits
@@ -245,9 +264,7 @@ class Runner:
             proposal = self._propose(requests, starts, anchor, plan, own)
             catch_up_seconds += proposal.catch_up_seconds
             timer.mark(DRAFT_CHOICE)
-            output = self.target.forward(
-                proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers
-            )
+            output = self.target.forward(proposal.tokens, proposal.parents, cache, target_layers=self._target_layers)
             timer.mark(FORWARD)
             distributions, verdict = self._verify(requests, proposal, output)
             tokens, paths = distributions.tokens, verdict.path
@@ -406,7 +423,7 @@ class Runner:
         hidden_states: Tensor | None,
         paths: Sequence[Sequence[int]],
     ) -> None:
-        """Let the drafter observe committed nodes. End the sequences for which it fails.
+        """Let drafter and observer observe committed nodes. End the sequences for which the drafter fails.
 
         Args:
             tokens: `[B, N]` int64, of all nodes.
@@ -425,6 +442,19 @@ class Runner:
             tokens = tokens.gather(1, index)
             if hidden_states is not None:
                 hidden_states = hidden_states.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden_states.size(-1)))
+        if self._observer is not None:
+            wanted = select_layers(hidden_states, self._target_layers, self._observer.target_layers)
+            self._observer.observe(self._log.of([s.start for s in sequences]), tokens, wanted, lengths)
+            hidden_states = select_layers(hidden_states, self._target_layers, self.drafter.target_layers)
+        self._let_drafter_observe(sequences, tokens, hidden_states, lengths)
+
+    def _let_drafter_observe(
+        self,
+        sequences: Sequence[RunningSequence],
+        tokens: Tensor,
+        hidden_states: Tensor | None,
+        lengths: Sequence[int],
+    ) -> None:
         try:
             self.drafter.observe(self.state.of([s.start for s in sequences]), tokens, hidden_states, lengths)
         except Exception as error:
@@ -432,12 +462,9 @@ class Runner:
                 sequences[0].request.fail(RequestError(f"The drafter failed: {describe(error)}"), error)
                 return
             for i, sequence in enumerate(sequences):
-                self._observe(
-                    [sequence],
-                    tokens=tokens[i : i + 1],
-                    hidden_states=None if hidden_states is None else hidden_states[i : i + 1],
-                    paths=[range(lengths[i])],
-                )
+                states = None if hidden_states is None else hidden_states[i : i + 1, : lengths[i]]
+                if lengths[i]:
+                    self._let_drafter_observe([sequence], tokens[i : i + 1, : lengths[i]], states, [lengths[i]])
 
 
 def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, index: int, seconds: float) -> StepTrace:

@@ -13,6 +13,7 @@ from blockdraft.decode.proposal import ChainPlan
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.kv_slots import KVSlots
 from blockdraft.engine.prefix_store import PrefixStore
+from blockdraft.engine.recording import Recorder
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe, duration
@@ -74,6 +75,7 @@ class Scheduler:
         prefix_tokens: Most tokens of finished sequences that are kept.
         prefill_tokens: Most prompt tokens that are read between two steps.
         prefix_store: Keeps instructions on disk; None keeps none.
+        recorder: Gets finished requests; None if nothing is recorded.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class Scheduler:
         prefix_tokens: int,
         prefill_tokens: int,
         prefix_store: PrefixStore | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._runner, self._controller = runner, controller
+        self._runner, self._controller, self._recorder = runner, controller, recorder
         self._kv_slots = KVSlots(runner, slots, prefix_tokens, prefix_store)
         self._max_batch_size, self._prefill_tokens = max_batch_size, prefill_tokens
         self._lock = threading.Lock()  # of the queue: requests come from other threads
@@ -261,11 +264,23 @@ class Scheduler:
             self._sources.pop(sequence, None)
             for other in [other for other, source in self._sources.items() if source.sequence is sequence]:
                 self._copy_prefix(other)
+            self._record(sequence)
             self._kv_slots.free(sequence)
             self._runner.remember(sequence.request)
         for sequence in finished:
             sequence.request.publish()
         return [sequence.request for sequence in finished]
+
+    def _record(self, sequence: RunningSequence) -> None:
+        """Give a finished request to the recorder, unless its answer is cut off or its client declined."""
+        request = sequence.request
+        ended = request.finish_reason in ("stop", "length") or request.complete
+        if self._recorder is None or not request.recorded or not ended or request.failure is not None:
+            return
+        try:
+            self._recorder.record(request, self._runner.hidden_states(sequence.start))
+        except Exception as error:  # such as too little memory
+            log.warning("A request cannot be recorded: %s", describe(error))
 
     # Prefill and decode.
 

@@ -69,7 +69,11 @@ def starts(
 
 
 def llama_cpp_line(config: Any, drafter: str, target: str) -> str:
-    """Return the command line that starts llama-server with two GGUF files."""
+    """Return the command line that starts llama-server with two GGUF files.
+
+    Raises:
+        UsageError: llama.cpp cannot run the drafter.
+    """
     speculator, draft_tokens = kind_of(config).start(config)
     line = ["llama-server", "-m", target, "-md", drafter, "--spec-type", speculator]
     return shlex.join([*line, "--spec-draft-n-max", str(draft_tokens)])
@@ -114,8 +118,7 @@ def _openvino(config: Any, layout: str, drafter: str, to_zlab: str) -> Start:
 def _llama_cpp(config: Any, layout: str, drafter: str, target: str | None, to_gguf: str) -> Start:
     try:
         drafter_metadata(config)
+        line = llama_cpp_line(config, drafter, target or "TARGET.gguf")
     except UsageError as refused:
         return Start(None, str(refused))
-    if layout != GGUF:
-        return Start(None, "it reads GGUF files", to_gguf)
-    return Start(llama_cpp_line(config, drafter, target or "TARGET.gguf"))
+    return Start(line) if layout == GGUF else Start(None, "it reads GGUF files", to_gguf)

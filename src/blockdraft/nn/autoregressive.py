@@ -61,6 +61,7 @@ class LayerParts:
             hidden state, and the head is the target's.
         normed_stream: Whether the layer's output is added to the normed hidden state.
         normed_feedback: Whether the next node reads the hidden state behind the last norm.
+        tied_head: Whether the rows of `lm_head` are those of the target's head.
     """
 
     layer: nn.Module
@@ -71,6 +72,7 @@ class LayerParts:
     normed_target_layers: Callable[[Tensor], Tensor] | None
     normed_stream: bool
     normed_feedback: bool
+    tied_head: bool = False
 
 
 class AutoregressiveNetwork(ABC, DraftNetwork):
@@ -167,6 +169,14 @@ class AutoregressiveRunner(NetworkRunner, Protocol):
     which has the target's hidden state at s - 1, and the hidden state at s, which the entry of the next token will
     have. Slot 0 has no hidden state before it, and no node attends to it.
     """
+
+    @property
+    def grown_vocabulary(self) -> Tensor | None:
+        """Ids of the tokens that logits are about, `[Vd]` int64; None for the network's own, `kept`.
+
+        Calls of `observe` may change them.
+        """
+        return None
 
     def slots_beside(self, block_size: int, width: int) -> int:
         """Return the KV slots behind a sequence that a draft of at most `width` nodes per level takes."""

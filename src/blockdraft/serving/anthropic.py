@@ -246,6 +246,7 @@ class MessagesRequest(CountRequest, GenerationSchema):
             max_tokens=self.max_tokens,
             strict_schema=True,  # as in Anthropic's API
             speculation=self.speculation,
+            recorded=self.store is not False,
         )
 
 

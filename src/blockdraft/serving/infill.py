@@ -74,6 +74,7 @@ class InfillRequest(GenerationSchema):
             # The engine generates at least one token. Editors send 0 to have their files read in advance.
             max_tokens=None if self.n_predict < 0 else max(1, self.n_predict),
             speculation=self.speculation,
+            recorded=self.store is not False,
         )
 
 

@@ -20,6 +20,7 @@ from blockdraft.serving.errors import ApiError
 from blockdraft.serving.openai.chat import ChatTool, template_tools
 from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Infill, Started, TextDelta, ToolCall
 from blockdraft.serving.schemas import (
+    STORE,
     GenerationSchema,
     Int,
     Listed,
@@ -208,6 +209,7 @@ class OllamaSchema(Schema):
     options: Options = Options()
     keep_alive: str | float | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
+    store: bool | None = Field(None, description=STORE)
 
     def _request(self, service: Service, prompt: Chat | Infill | str) -> GenerationRequest:
         options, grammar = self.options, None
@@ -227,6 +229,7 @@ class OllamaSchema(Schema):
             prompt,
             sampling.to_sampling_params(temperature, grammar=grammar),
             max_tokens=None if limit is None or limit < 0 else max(1, limit),
+            recorded=self.store is not False,
         )
 
     def _variables(self) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Choice:
         clipped: Whether the context shortened the requested `max_tokens`.
         instruction_tokens: Leading tokens of the prompt that are system messages and tools of a chat.
         warnings: Parts of the request that are left out.
+        recorded: As in `GenerationRequest`.
     """
 
     prompt: list[int]
@@ -57,6 +58,7 @@ class Choice:
     clipped: bool
     instruction_tokens: int = 0
     warnings: Sequence[str] = ()
+    recorded: bool = True
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -118,7 +120,8 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
             parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         elif isinstance(prompt, Infill):
             parser = InfillLimits(prompt.max_seconds, prompt.min_indent)
-        choices.append(Choice(ids, replace(params, seed=seed), parser, clipped, instructions, warnings))
+        prepared = replace(params, seed=seed)
+        choices.append(Choice(ids, prepared, parser, clipped, instructions, warnings, request.recorded))
     return choices
 
 

@@ -81,6 +81,7 @@ class GenerationRequest:
         source: Client and path, for the log.
         strict_schema: Whether keywords of an output schema that no grammar expresses are refused. Otherwise they are
             left out, with a warning.
+        recorded: Whether a server that records its requests records this one.
     """
 
     prompt: Chat | Infill | str | list[int]
@@ -91,6 +92,7 @@ class GenerationRequest:
     strict_schema: bool = False
     speculation: Speculation = Speculation()
     source: str = ""
+    recorded: bool = True
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ NUM_SEEDS = MAX_SEED + 1
 MAX_ITEMS = 10_000  # entries of a list, token ids aside
 MAX_TABLE = 1024  # entries of `logit_bias` and `stop_token_ids`, which every decoding step goes through
 TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+STORE = "false keeps the request out of what a server with --record writes."
 T = TypeVar("T")
 
 
@@ -149,6 +150,7 @@ class GenerationSchema(Schema):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation = Speculation()
+    store: bool | None = Field(None, description=STORE)
 
     @property
     def include_usage(self) -> bool:

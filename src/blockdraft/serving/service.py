@@ -154,6 +154,7 @@ class Service:
                 "tree_budget": self.max_draft_tokens if engine.drafting.tree_budget else 0,
                 "max_context": self.context,
                 "backends": self.backends.names,
+                "recording": self.settings.record is not None,
                 "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
                 "parameters": self.parameters,
                 "drafter_parameters": self._drafter_parameters,
@@ -280,6 +281,7 @@ class Service:
                         trace=speculation.trace,
                         instruction_tokens=choice.instruction_tokens,
                         urgent=isinstance(choice.parser, InfillLimits),
+                        recorded=choice.recorded,
                     )
                     running.append(_RunningChoice(choice, request, engine, meter, typed))
             except BaseException:
@@ -344,7 +346,7 @@ class _RunningChoice:
             yield event
         if chunk.finish_reason is None:
             if self._ended:
-                self.request.cancel()
+                self.request.cancel(complete=True)
             return
         self.done = True
         self.meter.end(self.request, "stop" if self._ended else chunk.finish_reason)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
+from blockdraft.engine.recording import RECORD_BYTES
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Flag, Natural, SettingsError, Texts, settings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-LIMITS, ACCESS = "Limits", "Who may call"  # panels of --help
+LIMITS, ACCESS, RECORDING = "Limits", "Who may call", "Recording"  # panels of --help
 
 
 @settings
@@ -53,6 +55,21 @@ class ServeSettings:
         description="Store keys and values of long system messages and tools in the cache folder once they come a "
         "second time, and those of a prompt whose prefill was cut short, readable by you only, so that the first "
         "request after a restart need not prefill them.",
+    )
+    record: Annotated[Path | None, Flag(metavar="DIR", panel=RECORDING)] = Field(
+        None,
+        description="Record finished conversations in this folder, as training data: tokens, sampling parameters, and "
+        "which draft tokens were accepted, but no keys or names of clients. By default nothing is recorded. A request "
+        'with "store": false never is.',
+    )
+    record_hidden_states: Annotated[bool, Flag(panel=RECORDING)] = Field(
+        False,
+        description="Record the target's hidden states too, which training a drafter like the one in use needs. They "
+        "take kilobytes per token, in memory and on disk. Instructions are then not stored between starts.",
+    )
+    record_bytes: Annotated[Count, Flag(metavar="BYTES", panel=RECORDING)] = Field(
+        RECORD_BYTES,
+        description="Most bytes that the folder of --record takes. Beyond it, the oldest conversations are deleted.",
     )
     max_batch_size: Annotated[Count, Flag(panel=LIMITS)] = Field(
         16, description="Maximum number of requests decoded together; others wait."
@@ -119,6 +136,8 @@ class ServeSettings:
                 f"host is {self.host}, which other machines reach, and no key is set; set BLOCKDRAFT_API_KEY, or add "
                 f"--allow-open to let everyone in."
             )
+        if self.record_hidden_states and self.record is None:
+            raise UsageError("record_hidden_states has no folder; add --record DIR.")
         if not all(name.strip() for name in self.served_model_name):
             raise UsageError("served_model_name holds an empty name; give another, or leave the option out.")
 

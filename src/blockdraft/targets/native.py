@@ -289,6 +289,7 @@ class NativeTarget(CheckpointTarget):
                 decoder=self.compiled,
                 head_dim=self.decoder.config.head_divisor,
                 bits=self._draft_bits(network),
+                head_rows=self.decoder.head.lookup,
             )
             try:
                 return compiled(network, host, owned)

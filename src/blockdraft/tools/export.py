@@ -255,13 +255,13 @@ class ExportedGGUF:
     Attributes:
         target, drafter: Paths of the files.
         notes: Sentences for the user about them.
-        line: Command that starts llama.cpp with them.
+        line: Command that starts llama.cpp with them, or None if it cannot run the drafter.
     """
 
     target: Path
     drafter: Path
     notes: tuple[str, ...]
-    line: str
+    line: str | None
 
 
 def export_gguf(
@@ -313,5 +313,9 @@ def export_gguf(
             f"llama.cpp may not draft for this target: in its release of October 2026 its {architecture} models do not "
             f"return what a drafter reads, as {' and '.join(LLAMA_CPP_DRAFTS)} do. Each file decodes by itself."
         )
-    line = llama_cpp_line(checkpoint.config, str(drafter_file), str(target_file))
+    line = None
+    try:
+        line = llama_cpp_line(checkpoint.config, str(drafter_file), str(target_file))
+    except UsageError as refused:
+        notes.append(f"llama.cpp cannot run this drafter: {refused}. `blockdraft serve` does.")
     return ExportedGGUF(target=target_file, drafter=drafter_file, notes=tuple(notes), line=line)

@@ -13,6 +13,7 @@ from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
 from blockdraft.drafters.medusa.network import MedusaConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter
+from blockdraft.formats.engines import llama_cpp_line
 from blockdraft.formats.gguf import open_gguf, write_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, drafter_metadata, write_drafter
 from blockdraft.formats.stored import stored
@@ -44,6 +45,8 @@ CONFIGS = [
     replace(CONFIG, norm_before_residual=True, norm_before_fc=True, rms_norm_eps=1e-5, rope_theta=5e5),
     replace(CONFIG, rope_scaling=LLAMA3),
     replace(WHOLE, rope_scaling=YARN, head_dim=16),
+    replace(CONFIG, norm_output=True, fc_norm=True),
+    replace(CONFIG, tied_head=True),
 ]
 
 
@@ -154,14 +157,23 @@ def test_metadata_of_the_optional_fields(tmp_path: Path) -> None:
         ({"target_layers": (1, 4)}, "the number of target layers must be 3 in llama.cpp.*, got 2"),
         ({"target_layers": (1, 4, 9)}, "a target layer must be below the target's last layer, 9.*, got 9"),
         ({"qk_norm": True}, "qk_norm must be false in llama.cpp.*, got True; use another engine"),
-        ({"norm_output": True}, "norm_output must be false in llama.cpp.*, got True"),
-        ({"fc_norm": True}, "fc_norm must be false in llama.cpp.*, got True"),
         ({"attention_bias": True}, "attention_bias must be false in llama.cpp.*, got True"),
     ],
 )
 def test_what_llama_cpp_cannot_run(differences: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         drafter_metadata(replace(CONFIG, **differences))
+
+
+def test_llama_cpp_refuses_files_with_our_own_flags(tmp_path: Path) -> None:
+    """It would read them as if the flags were not set, but finds no norm behind the layer, or tensors too many."""
+    for flag, tensor in (("norm_output", "output_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        config = replace(CONFIG, **{flag: True})
+        tensors = open_gguf(write(tmp_path / f"{flag}.gguf", drafter(config))).tensors
+        assert ("output_norm.weight" in tensors) is (flag == "fc_norm")
+        assert any(name.startswith("blockdraft.") for name in tensors) and tensor not in tensors or flag == "fc_norm"
+        with pytest.raises(UsageError, match=f"{flag} must be false in llama.cpp.*, got True; use another engine"):
+            llama_cpp_line(config, "d.gguf", "t.gguf")
 
 
 def test_kinds_that_llama_cpp_has_not() -> None:

@@ -38,6 +38,7 @@ BOTH = [
     WHOLE,
     replace(CONFIG, block_size=12, rms_norm_eps=1e-5, attention_bias=True, rope_scaling=SCALED),
     replace(CONFIG, norm_before_residual=True, norm_output=True, fc_norm=True),
+    replace(CONFIG, tied_head=True),
     replace(CONFIG, norm_before_fc=True),
 ]
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,23 @@ from typing import Any
 import pytest
 import torch
 from thinned import LONG, thinned
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.decode.proposal import TreePlan
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters import slots_behind
+from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.errors import UsageError
+from blockdraft.kernels.cpu import growing_head
 from blockdraft.kernels.cpu.compiled_autoregressive import CompiledAutoregressive
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, AutoregressivePass
 from blockdraft.nn.cache import KVCache
-from blockdraft.targets import load_target
+from blockdraft.targets import embedding_and_head, load_target
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -343,3 +346,70 @@ def test_chains_of_rows_of_different_kinds_are_those_alone(tiny_target_dir: Path
 
     texts = [[9, 8, 7, 20], [31, 5], [60, 61, 62, 63, 64, 65, 66]]
     assert proposed(texts) == [proposed([text])[0] for text in texts]
+
+
+@pytest.mark.parametrize("store", STORES)
+@torch.no_grad()
+def test_a_tied_head_grows_with_the_tokens_of_sequences(store: str, tiny_target_dir: Path) -> None:
+    """Its logits are those of the target's rows, in blocks of the library's lanes, the oldest of which are replaced."""
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
+    head = embedding_and_head(target)[1]
+    network = Eagle3Network(Eagle3Config(**EAGLE | {"draft_vocab_size": 64}, head_dim=8, tied_head=True))
+    kept = 2 * torch.arange(64)
+    network.keep(kept)
+    network.lm_head.weight.data = head[kept].clone()
+    expected = deepcopy(network).to(target.dtype)
+    run, state = target.runner(network.to(target.dtype), owned=True), KVCache(1, 150)
+    hidden_states = target_layers(expected, 1, 40, 0)
+    assert run.grown_vocabulary.tolist() == kept.tolist()
+    new = torch.arange(1, 80, 2)[None]  # 40 tokens outside of the draft vocabulary
+    run.observe(state, new, hidden_states)
+    state.commit([range(40)])
+    count = 40 - 40 % run.library.lanes
+    assert run.grown_vocabulary.tolist() == [*kept.tolist(), *new[0, :count].tolist()]
+    run.observe(state, new[:, :9], hidden_states[:, :9])  # known, but for those without a row
+    state.commit([range(9)])
+    assert len(run.grown_vocabulary) == 64 + count
+    [nodes] = [run.nodes(state, 8, 3)]
+    logits = nodes(torch.tensor([[40]]))
+    vocabulary = run.grown_vocabulary
+    whole = deepcopy(expected)
+    whole.lm_head = nn.Linear(32, len(vocabulary), bias=False).to(target.dtype)
+    whole.lm_head.weight.data = head[vocabulary].to(target.dtype)
+    exact, same = AutoregressivePass(whole, target.draft_host()), KVCache(1, 150)
+    exact.observe(same, torch.cat([new, new[:, :9]], 1), torch.cat([hidden_states, hidden_states[:, :9]], 1))
+    same.commit([range(49)])
+    theirs = exact.nodes(same, 8, 3)(torch.tensor([[40]]))
+    assert (logits - theirs).abs().max() < STORES[store][1] * max(1, float(theirs.std()))
+    if chain := run.chain(state, torch.tensor([40]), 1):
+        assert chain[0][0, 1] == vocabulary[logits[0, 0].argmax()]
+
+
+def test_the_oldest_tokens_of_a_growing_head_are_replaced(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing_head, "ROWS", 32)
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on")
+    network = Eagle3Network(Eagle3Config(**EAGLE | {"draft_vocab_size": 64}, head_dim=8, tied_head=True))
+    network.keep(torch.arange(64))
+    run = target.runner(network)
+    for begin in (64, 96, 128):
+        run.observe(KVCache(1, 150), torch.arange(begin, begin + 32)[None], target_layers(network, 1, 32, 0))
+        assert run.grown_vocabulary[64:].tolist() == [*range(begin, begin + 32)]
+    run.observe(KVCache(1, 150), torch.arange(64, 96)[None], target_layers(network, 1, 32, 0))
+    assert run.grown_vocabulary[64:].tolist() == [*range(64, 96)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_growing_head_changes_no_token(temperature: float, tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on")
+    network = Eagle3Network(Eagle3Config(**EAGLE | {"draft_vocab_size": 64}, head_dim=8, tied_head=True))
+    network.keep(4 * torch.arange(64) + 1)
+    network.lm_head.weight.data = embedding_and_head(target)[1][network.kept].clone()
+    drafter, prompts = Eagle3Drafter(network, target), [[*range(3, 90)], [*range(100, 160)]]
+    params, answers = SamplingParams(40, temperature, seed=1, ignore_eos=True), []
+    for drafting in (Drafting(1), Drafting(6), Drafting(6, tree_budget=12)):
+        with Engine(target, drafter, 2, drafting) as engine:
+            answers.append([completion.checked().token_ids for completion in engine.generate(prompts, params)])
+    assert answers[0] == answers[1] == answers[2]
+    assert len(drafter._kept) > 64 + 100

@@ -42,6 +42,8 @@ class JaxAutoregressive(JaxDraftRunner, ABC):
         qk_norm: Whether queries and keys are normed.
     """
 
+    grown_vocabulary: Tensor | None = None
+
     def __init__(
         self, network: AutoregressiveNetwork, host: JaxHost, tensors: Mapping[str, Tensor], qk_norm: bool = True
     ) -> None:

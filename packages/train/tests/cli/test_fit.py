@@ -25,6 +25,9 @@ def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run
         (["--answers", "0"], "--answers must be at least 1"),
         (["--temperature", "-1"], "--temperature must be at least 0"),
         (["--target", "./nowhere"], "nowhere"),
+        (["--minutes", "3"], "--minutes is for a drafter that is continued; add --init DRAFTER"),
+        (["--init", "bundled"], "--data names 0 folders; with --init, give one folder"),
+        (["--init", "bundled", "--data", "x", "--dry-run"], "--dry-run is for new drafters"),
     ],
 )
 def test_bad_options(options: list[str], message: str, run: Run, tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from blockdraft import Engine, load_drafter, load_target
 from blockdraft.drafters.eagle3.network import Eagle3Network
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import read_drafter
+from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.tools.export import Format, export
 from blockdraft.types import Drafting, SamplingParams
 from blockdraft_train.batches import PackedSequences
-from blockdraft_train.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft_train.data.documents import Document, TokenData, read_data
 from blockdraft_train.data.hidden_states import HiddenStateSettings, plan_hidden_states
 from blockdraft_train.data.target_layers import target_hidden_states
 from blockdraft_train.data.writer import DataWriter
@@ -238,6 +239,35 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
     theirs = target.head(teacher.to(target.dtype)).float()[:, kept]
     torch.testing.assert_close(actual, theirs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(variant.teacher_logits(target, teacher), theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_norms_of_target_layers_begin_at_their_scale(tmp_path: Path) -> None:
+    """So the drafter still begins nearly as the last layer."""
+    target = of_family(tmp_path, "llama")
+    variant, network = made(target, draft_vocab=100, init="last_layer", fc_norm=True, norm_output=True)
+    network.keep(torch.arange(100))
+    variant.fit_head(network, target)
+    layers = network.config.target_layers
+    states = target_hidden_states(target, layers, [torch.randint(0, 100, (40,))])[0].float()
+    fused = network.fuse(states)
+    torch.testing.assert_close(fused.norm(dim=1).median(), states[:, -32:].norm(dim=1).median(), rtol=0.2, atol=0)
+    assert torch.cosine_similarity(fused, states[:, -32:]).min() > 0.99
+    assert network.config.norm_output and torch.equal(network.fed_on(fused), network.norm(fused))
+
+
+def test_a_frozen_head_stays_that_of_the_target(target: Target) -> None:
+    variant, network = made(target, draft_vocab=100, head="frozen")
+    network.keep(torch.arange(100, 200))
+    variant.fit_head(network, target)
+    assert [name for name, p in network.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+    assert network.config.tied_head
+    assert torch.equal(network.lm_head.weight, embedding_and_head(target)[1][network.kept].float())
+
+
+def test_a_head_that_has_learned_cannot_be_frozen(target: Target, tiny_eagle3_dir: Path) -> None:
+    assert not made(target, init=str(tiny_eagle3_dir), block_size=4)[1].config.tied_head
+    with pytest.raises(UsageError, match="head must be free, since that of .* has learned, got 'frozen'"):
+        made(target, init=str(tiny_eagle3_dir), block_size=4, head="frozen")
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", None), ("qwen2", None), ("qwen3", "eagle3_speculators")])

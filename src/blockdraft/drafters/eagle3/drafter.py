@@ -54,8 +54,14 @@ class Eagle3Drafter(RunnerDrafter):
         self.network = network.to(target.device, target.dtype).eval()
         self.config, self.path = network.config, path
         self.target_layers, self.block_size = self.config.target_layers, self.config.block_size
-        self._target, self._kept = target, self.network.kept
+        self._target, self._own_kept = target, self.network.kept
         self._run: AutoregressiveRunner = target.runner(self.network, owned=owned)
+
+    @property
+    def _kept(self) -> Tensor:
+        """Ids of the tokens that logits are about."""
+        grown = self._run.grown_vocabulary
+        return self._own_kept if grown is None else grown
 
     @property
     def slots_beside(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.eagle3.layout import ARCHITECTURE_NAMES, TABLE, checkpoint_of, tensor_shapes
+from blockdraft.drafters.eagle3.layout import ARCHITECTURE_NAMES, TABLE, TIED, checkpoint_of, tensor_shapes
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import check_tensors
@@ -28,7 +28,9 @@ NAMES = {
 }
 TARGET_LAYERS, BLOCK = 3, f"{OWN}block_size"
 FLAGS = ("norm_before_residual", "norm_before_fc")
-NOT_THERE = ("qk_norm", "norm_output", "fc_norm")
+# Flags that llama.cpp does not know. It refuses a file with one of them, since tensors have names of our own.
+OWN_FLAGS = ("norm_output", "fc_norm")
+NOT_THERE = ("qk_norm",)
 
 
 class Eagle3:
@@ -38,6 +40,8 @@ class Eagle3:
         return {Eagle3Config: ARCHITECTURE_NAMES[0]}
 
     def start(self, config: Eagle3Config) -> tuple[str, int]:
+        for name in OWN_FLAGS:
+            need(not getattr(config, name), name, True, f"false {LIMIT}")
         return "draft-eagle3", config.block_size - 1
 
     def written(self, config: Eagle3Config) -> dict[str, Any]:
@@ -50,19 +54,27 @@ class Eagle3:
         for name in NOT_THERE:
             need(not getattr(config, name), name, True, f"false {LIMIT}")
         values = {"block_count": 1, **{name: getattr(config, name) for name in FLAGS}}
-        return {f"{self.architecture}.{key}": value for key, value in values.items()} | {BLOCK: config.block_size}
+        own = {OWN + name: True for name in (*OWN_FLAGS, TIED) if getattr(config, name)}
+        return {f"{self.architecture}.{key}": value for key, value in values.items()} | {
+            BLOCK: config.block_size,
+            **own,
+        }
 
     def fields(self, file: GGUFFile) -> tuple[type, dict[str, Any]]:
         depth = file.metadata.get(f"{self.architecture}.block_count")
         need(depth == 1, f"{self.architecture}.block_count", depth, "1; no other is supported")
         need(HEAD in file.tensors, HEAD, None, "in the file; use llama.cpp for this drafter")
         flags = {name: file.metadata.get(f"{self.architecture}.{name}", False) for name in FLAGS}
+        flags |= {name: file.metadata.get(OWN + name, False) for name in (*OWN_FLAGS, TIED)}
         size = file.metadata.get(BLOCK, BLOCK_SIZE)
         return Eagle3Config, {**flags, "draft_vocab_size": file.tensors[HEAD].shape[0], "block_size": size}
 
     def names(self, config: Eagle3Config) -> dict[str, str]:
         ours = [name for name in tensor_shapes(config) if name != TOKENS]
-        theirs = their_names([name.replace("midlayer.", "layers.0.") for name in ours], NAMES)
+        own = {name: OWN + name for name in ours if name.startswith("fc_norm.")}
+        if config.norm_output:
+            own["norm.weight"] = f"{OWN}norm.weight"
+        theirs = their_names([name.replace("midlayer.", "layers.0.") for name in ours], NAMES | own)
         return dict(zip(ours, theirs.values(), strict=True))
 
     def tensors(self, drafter: Checkpoint) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias", "hidden_act")
 FLAGS = ("norm_before_residual", "norm_output")
+TIED = "tied_head"  # a key of our own, written where it is true
 # Keys, and the tensors that come with them.
 NORMS = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}
 # Supported values of further keys; a file with any other value is refused.
@@ -71,7 +72,7 @@ def network_config(
     theta, scaling = rope_of(raw)
     fields: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // heads}
     fields |= {"draft_vocab_size": raw.get("vocab_size")}
-    fields |= {key: raw[key] for key in (*SIZES, *FLAGS) if raw.get(key) is not None}
+    fields |= {key: raw[key] for key in (*SIZES, *FLAGS, TIED) if raw.get(key) is not None}
     fields |= {} if theta is None else {"rope_theta": theta}
     fields |= {key: name in tensors for key, name in NORMS.items()}
     lacking = [key for key in ("intermediate_size", "vocab_size") if key not in fields]
@@ -245,7 +246,7 @@ class Eagle3(EagleLayout):
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.hidden_size,
             "block_size": config.block_size,
-            **{key: True for key in (*FLAGS, *NORMS) if getattr(config, key)},
+            **{key: True for key in (*FLAGS, *NORMS, TIED) if getattr(config, key)},
             "eagle_config": {IDS: [*config.target_layers], "use_aux_hidden_state": True},
             IDS: [target_layer + 1 for target_layer in config.target_layers],
         }
@@ -276,7 +277,7 @@ class Eagle3Speculators(EagleLayout):
         else:
             layers = layers or least_layers(ids if isinstance(ids, list) else ())
             target_layers = target_layers_of(raw, IDS, layers)
-        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, TIED, "draft_vocab_size", "target_hidden_size")}
         keys = {**layer_config(raw.get("transformer_layer_config")), **own}
         # The file states how many draft tokens paid in training, but the drafter can always draft `BLOCK_SIZE` - 1.
         draft_tokens = whole("speculative_tokens", draft_tokens_text(raw) or 0, minimum=0)
@@ -299,6 +300,7 @@ class Eagle3Speculators(EagleLayout):
             "target_hidden_size": config.hidden_size,
             IDS: ids_of(config),
             **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
+            **({TIED: True} if config.tied_head else {}),
             "tie_word_embeddings": False,
             "embed_requires_grad": False,
         }

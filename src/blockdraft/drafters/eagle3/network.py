@@ -44,6 +44,7 @@ class Eagle3Config:
     norm_output: bool = False  # the next step reads the output of the last norm
     fc_norm: bool = False  # a norm on each target layer before `fc`
     norm_before_fc: bool = False  # one norm on all target layers together before `fc`
+    tied_head: bool = False  # the rows of `lm_head` are those of the target's head
 
     def __post_init__(self) -> None:
         check_fields(self, {"block_size": 2})
@@ -106,6 +107,7 @@ class Eagle3Network(AutoregressiveNetwork):
             normed_target_layers=self.normed_target_layers,
             normed_stream=self.config.norm_before_residual,
             normed_feedback=self.config.norm_output,
+            tied_head=self.config.tied_head,
         )
 
     @property

@@ -40,6 +40,8 @@ class CompiledDecoderHead(CompiledAutoregressive):
             **{name: self._exact_pointer(norm.weight) for name, norm in norms.items()},
             **shape_fields(decoder, [layer.number]),
         )
+        self._growing = None
+        self._kept = self._kept_tokens(network)
         self._set_outputs(network, host, normed_feedback=network.config.normed_feedback)
 
     def _choose_library(self, network: DecoderMTPNetwork, host: CompiledHost) -> tuple[Library, int | None]:

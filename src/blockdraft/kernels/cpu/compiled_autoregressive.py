@@ -5,16 +5,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.kernels.cpu.compiled_decoder import EVERYWHERE, address, chain_parents, numbers
-from blockdraft.kernels.cpu.compiled_network import CompiledHost, CompiledNetwork
+from blockdraft.kernels.cpu.compiled_network import CompiledHost, CompiledNetwork, pack_together
+from blockdraft.kernels.cpu.growing_head import GrowingHead
 from blockdraft.kernels.cpu.library import ChainFields, LinearFields
 from blockdraft.machine import return_freed
-from blockdraft.nn.autoregressive import AutoregressiveNetwork, hidden_state_store, last_hidden_states, picked
+from blockdraft.nn.autoregressive import (
+    AutoregressiveNetwork,
+    LayerParts,
+    hidden_state_store,
+    last_hidden_states,
+    picked,
+)
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.packed import check_tokens
 from blockdraft.timing import HEAD, PASS, mark
@@ -40,9 +48,21 @@ class CompiledAutoregressive(CompiledNetwork):
             host = replace(host, own_head=None)  # the network has a head itself
         super().__init__(network, host, 1, owned)
         fuses, self._normed_target_layers = parts.normed_target_layers is not None, parts.normed_target_layers
+        self._kept = self._kept_tokens(network)
         self._pack_layer(self._layers[0], parts.layer)
         self._fc = self._pack(cast(nn.Linear, network.fc))
-        own_head = self._pack(cast(nn.Linear, network.lm_head)) if fuses else None
+        own_head, self._growing = None, None
+        if self._grows(parts, host):
+            assert host.head_rows is not None
+            pack = partial(pack_together, library=self.library, dtype=self._dtype, bits=self.bits)
+            head = cast(nn.Linear, network.lm_head)
+            self._growing = GrowingHead(
+                head, self._kept, host.head_rows, lambda part: pack([part], owned=self._owned), self.library
+            )
+            self._note_quantized(head)
+            own_head, self._kept = self._growing.fields, self._growing.kept
+        elif fuses:
+            own_head = self._pack(cast(nn.Linear, network.lm_head))
         own_head = own_head if self._reduced is None else self._pack(self._reduced.projection)
         self._model = self._model_fields(
             config,
@@ -64,11 +84,26 @@ class CompiledAutoregressive(CompiledNetwork):
     ) -> None:
         """Set what calls return, and what embeds and scores tokens where the library cannot."""
         self.embed, self.head, self.network = host.embed, host.head, network
-        self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
         self._scores = has_head or self._target is not None
         # The first output is fed to the next node. The target's head reads the last, unless the library runs it.
         target_layers = [NORMED if normed_feedback else STREAM]
         self._target_layers = numbers(target_layers if self._scores or normed_feedback else [*target_layers, NORMED])
+
+    def _kept_tokens(self, network: AutoregressiveNetwork) -> Tensor:
+        """Return the tokens that are drafted, `[Vd]` int64."""
+        return (network.kept if self._reduced is None else self._reduced.kept).contiguous()
+
+    def _grows(self, parts: LayerParts, host: CompiledHost) -> bool:
+        """Return whether rows of the target's head for tokens of sequences can be added to the network's head."""
+        fits = len(self._kept) % self.library.lanes == 0 and len(self._kept) < self.config.vocab_size
+        return parts.tied_head and host.head_rows is not None and fits
+
+    @property
+    def grown_vocabulary(self) -> Tensor | None:
+        return None if self._growing is None else self._kept[: self._growing.outputs]
+
+    def weight_bytes(self) -> int:
+        return super().weight_bytes() + (0 if self._growing is None else self._growing.nbytes)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return super().state_bytes(batch, capacity) + 4 * batch * capacity * int(self.config.hidden_size)
@@ -77,6 +112,8 @@ class CompiledAutoregressive(CompiledNetwork):
         return 1 + width * max(block_size - 2, 0)
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
+        if self._growing is not None and self._growing.add(tokens):
+            self._model.head = self._growing.fields
         known = self.hidden_states(state)
         fused = self._fuse(hidden_states)
         before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,13 @@ class CompiledHost(DraftHost):
         decoder: The target's compiled forward pass.
         head_dim: Size of the target's attention heads.
         bits: Bits to which weights of drafters are quantized; None leaves them unquantized.
+        head_rows: Function from tokens `[n]` int64 to rows `[n, H]` of the target's head.
     """
 
     decoder: CompiledDecoder
     head_dim: int
     bits: int | None = None
+    head_rows: Callable[[Tensor], Tensor] | None = None
 
     @property
     def reduced_head(self) -> ReducedHead | None:
@@ -232,5 +234,9 @@ class CompiledNetwork(CompiledLayers):
         packed = pack_together(projections, self.library, self._dtype, bits, self._owned)
         self._packed.append(packed)  # it owns the memory
         if bits is not None:
-            self.quantized_layers |= {self._names[layer] for layer in projections if layer in self._names}
+            self._note_quantized(*projections)
         return self.library.linear(packed)
+
+    def _note_quantized(self, *projections: nn.Linear) -> None:
+        if self.bits is not None:
+            self.quantized_layers |= {self._names[layer] for layer in projections if layer in self._names}

@@ -253,6 +253,7 @@ class ChatRequest(GenerationSchema):
             max_tokens=self.max_completion_tokens or self.max_tokens or self._num_predicted,
             strict_schema=bool(form and form.json_schema and form.json_schema.strict),
             speculation=self.speculation,
+            recorded=self.store is not False,
         )
 
     def _choose_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:

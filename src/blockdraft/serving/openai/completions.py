@@ -73,6 +73,7 @@ class CompletionRequest(GenerationSchema):
                 max_tokens=1 if self.max_tokens == 0 else self.max_tokens,  # the engine generates at least one
                 add_special_tokens=self.add_special_tokens,
                 speculation=self.speculation,
+                recorded=self.store is not False,
             )
             for prompt in prompts
         ]

@@ -340,7 +340,6 @@ class ResponsesRequest(GenerationSchema):
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
     max_output_tokens: MaxTokens | None = None
     text: TextConfig = TextConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
@@ -396,6 +395,7 @@ class ResponsesRequest(GenerationSchema):
             max_tokens=self.max_output_tokens,
             strict_schema=self.format.strict is True,
             speculation=self.speculation,
+            recorded=self.store is not False,
         )
 
     def _choose_tools(self) -> tuple[ToolChoice, list[OfferedTool]]:

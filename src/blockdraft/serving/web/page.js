@@ -165,10 +165,10 @@ function showPrefill(done, total) {
 async function loadInfo() {
   const models = (await (await ask("/v1/models")).json()).data;
   info = models[0];
-  const { target, drafter, parameters, drafter_parameters, max_context, block_size, tree_budget, backends = [] } = info.blockdraft;
+  const { target, drafter, parameters, drafter_parameters, max_context, block_size, tree_budget, recording, backends = [] } = info.blockdraft;
   const millions = (number) => (number ? ` (${(number / 1e6).toFixed(1)} M parameters)` : "");
   $("about").textContent = `${target}${millions(parameters)}, drafter ${drafter}${millions(drafter_parameters)}, `
-    + `context of ${count(max_context, "token")}`;
+    + `context of ${count(max_context, "token")}${recording ? ". Conversations are recorded to train drafters." : ""}`;
   limit("block_size", block_size);
   limit("tree_budget", tree_budget);
   limit("max_tokens", max_context);

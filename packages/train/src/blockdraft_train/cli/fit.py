@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -15,6 +15,9 @@ from blockdraft.settings import Flag, settings
 from blockdraft.types import DEFAULT_BACKEND
 from blockdraft_train.cli.train import missing_package
 from blockdraft_train.fit.settings import FitSettings
+
+if TYPE_CHECKING:
+    from blockdraft_train.fit.steps import Where
 
 
 @settings
@@ -29,7 +32,8 @@ class FitOut:
     data: Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True, panel=DATA)] = Field(
         (),
         description="Prompts of the kind that the target will get: files or datasets as for `blockdraft data`, whose "
-        "responses are not used. Repeat the option for several. By default the target writes its own prompts.",
+        "responses are not used. Repeat the option for several. By default the target writes its own prompts. With "
+        "--init, one folder of conversations, written by `blockdraft serve --record` or `blockdraft data`.",
     )
     dry_run: bool = Field(False, description="Measure, print the plan with reasons and estimates, and stop.")
 
@@ -52,9 +56,24 @@ def fit(*, options: FitOut, model: TrainingTarget, settings: FitSettings, record
     out = options.out or Path("blockdraft-plan")  # holds files of the measurements for a while
     backend = None if model.backend == DEFAULT_BACKEND else model.backend
     place = Where(out, model.target, model.dtype, model.device, backend, model.adapter, model.revision)
+    if settings.init is not None:
+        print("\n".join(_continued(place, options, settings)))
+        return
     with exit_on_interrupt(f"Interrupted; the same command resumes the fit from {place.folder}."):
         lines = run_fit(Fit(place, settings, options.data, records), options.dry_run, tell)
     print("\n".join(lines))
+
+
+def _continued(place: Where, options: FitOut, settings: FitSettings) -> list[str]:
+    """Continue a drafter, and return lines about the outcome."""
+    from blockdraft_train.fit.continuing import continue_fit
+
+    if options.dry_run:
+        raise UsageError("--dry-run is for new drafters; leave it out with --init.")
+    if len(options.data) != 1:
+        raise UsageError(f"--data names {len(options.data)} folders; with --init, give one folder of conversations.")
+    with exit_on_interrupt(f"Interrupted; the same command resumes the training in {place.folder}."):
+        return continue_fit(place, settings, Path(options.data[0]), tell)
 
 
 FIT = CommandSpec(fit, MAKE, common="out target data hours dry_run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,11 +83,10 @@ def train(
     assert options.data is not None and options.out is not None
     out = options.out
 
-    from blockdraft.drafters import as_given, check_place
+    from blockdraft.drafters import as_given, check_place, drafter_files
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.formats import find_layout, read_config
-    from blockdraft.formats.gguf import is_gguf, open_gguf
-    from blockdraft.formats.gguf.kinds import kind_in
+    from blockdraft.formats import find_layout
+    from blockdraft.formats.gguf import is_gguf
     from blockdraft_train.data.documents import read_data
     from blockdraft_train.data.hidden_states import read_hidden_states
 
@@ -113,11 +113,10 @@ def train(
     if settings.hidden_states not in (None, "memory"):
         complaints.noted(read_hidden_states, settings.hidden_states)
     with complaints.noting():
-        if (init := begun_with(settings)) is not None:
-            if not Path(init).exists():
-                check_place(init)
-            else:
-                kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
+        if (given := begun_with(settings)) is not None:
+            init = drafter_files(given, model.target)
+            check_place(init)
+            settings = replace(settings, init=str(init))
     accelerator = complaints.noted(make_accelerator, settings, run_folder(out), model.device)
     complaints.check()
     assert documents is not None and accelerator is not None

@@ -29,13 +29,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft_train.data.manifest import fingerprint, read_manifest
+from blockdraft.formats.token_data import FORMAT, MANIFEST, tokenizer_fingerprint
+from blockdraft_train.data.manifest import read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1
-MANIFEST = "data.json"
 RECORDS = "records.safetensors"
 LOOPS = "repetitive response"
 REASONS = ("no supervised token", LOOPS, "prompt too long")
@@ -146,9 +145,8 @@ def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
 
 def _open(folder: Path, manifest: dict[str, Any]) -> TokenData:
     """Open the documents that a manifest names."""
-    shards = read_shards(folder)
-    if not manifest["finished"]:  # further shards may have come since
-        shards = {name: shard for name, shard in shards.items() if name in manifest["shards"]}
+    # Further shards may have come since, or were written by a process that was killed before it could name them here.
+    shards = {name: shard for name, shard in read_shards(folder).items() if name in manifest["shards"]}
     sizes = shard_sizes(shards)
     if sizes != manifest["shards"]:
         raise UsageError(f"{folder} holds the shards {sizes} and should hold {manifest['shards']}; copy it again.")
@@ -184,11 +182,6 @@ def states_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 def shard_sizes(shards: dict[str, dict[str, Tensor]]) -> dict[str, int]:
     """Return the number of documents in each shard."""
     return {name: len(shard["rows"]) for name, shard in shards.items()}
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the fingerprint of the vocabulary, that is of the token that each id stands for."""
-    return fingerprint(sorted(tokenizer.get_vocab().items()))
 
 
 def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import check_free, held, make_folder, write_file
+from blockdraft.formats.token_data import HIDDEN_STATES_MANIFEST as MANIFEST
+from blockdraft.formats.token_data import hidden_states_name
 from blockdraft.targets import Target, target_fingerprint
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.data.manifest import read_manifest
@@ -29,7 +31,6 @@ from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.data.target_layers import batches, check_target_layers, target_hidden_states
 
 FORMAT = 1
-MANIFEST = "hidden_states.json"
 SHARD_BYTES = 2**28
 
 
@@ -288,7 +289,7 @@ def size(count: int) -> str:
 
 
 def _shard(folder: Path, number: int) -> Path:
-    return folder / f"hidden-states-{number:05}.safetensors"
+    return folder / hidden_states_name(number)
 
 
 def _read_shard(path: Path, lengths: Sequence[int]) -> Tensor:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-
-
-def fingerprint(value: Any) -> str:
-    """Return the fingerprint, 16 hexadecimal digits, of a value that can be written as JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_manifest(path: Path, version: int) -> dict[str, Any] | None:

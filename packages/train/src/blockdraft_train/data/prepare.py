@@ -19,10 +19,11 @@ from blockdraft.data.records import Chat, Message, Record, read_records
 from blockdraft.data.settings import RecordSettings
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
-from blockdraft.folders import check_writable, held
+from blockdraft.folders import check_writable, fingerprint, held
+from blockdraft.formats.token_data import FORMAT, MANIFEST, tokenizer_fingerprint
 from blockdraft.targets import Target, TargetText, without_tokenizer
-from blockdraft_train.data.documents import FORMAT, MANIFEST, Document, tokenizer_fingerprint
-from blockdraft_train.data.manifest import fingerprint, read_manifest
+from blockdraft_train.data.documents import Document
+from blockdraft_train.data.manifest import read_manifest
 from blockdraft_train.data.regenerate import Continuation, Conversation, Task, prompts_of, regenerate
 from blockdraft_train.data.responders import Responder
 from blockdraft_train.data.settings import CONTINUED, LONGEST, DataSettings

@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file, save
 
 from blockdraft.errors import UsageError
-from blockdraft.folders import check_free, make_folder, write_file
+from blockdraft.folders import check_free, fingerprint, make_folder, write_file
+from blockdraft.formats.token_data import FORMAT, MANIFEST, shard_name, token_shard
 from blockdraft_train.data.documents import (
-    FORMAT,
-    MANIFEST,
     REASONS,
     RECORDS,
     SHARD_SECONDS,
@@ -27,7 +26,7 @@ from blockdraft_train.data.documents import (
     shard_sizes,
     states_of,
 )
-from blockdraft_train.data.manifest import fingerprint, read_manifest
+from blockdraft_train.data.manifest import read_manifest
 
 SHARD_TOKENS = 2**24
 
@@ -137,16 +136,14 @@ class DataWriter:
         some = bool(self._documents or self._left_out)
         if some:
             records, documents = [number for number, _ in self._documents], [text for _, text in self._documents]
-            nothing = torch.zeros(0, dtype=torch.int32)
-            shard = {
-                "tokens": torch.cat([nothing, *(document.tokens.int() for document in documents)]),
-                "supervised": torch.cat([nothing.bool(), *(document.supervised for document in documents)]),
-                "offsets": torch.tensor([0, *(len(document.tokens) for document in documents)]).cumsum(0),
-                "rows": torch.tensor(records, dtype=torch.int64),
-                "cut": torch.tensor([document.cut for document in documents], dtype=torch.bool),
-                "left_out": torch.tensor(self._left_out, dtype=torch.int64).reshape(-1, 2),
-            }
-            path = self.folder / f"tokens-{self._next:05}.safetensors"
+            shard = token_shard(
+                [document.tokens for document in documents],
+                [document.supervised for document in documents],
+                records,
+                [document.cut for document in documents],
+                self._left_out,
+            )
+            path = self.folder / shard_name(self._next)
             write_file(path, save(shard))
             self._shards[path.name] = load_file(path)  # mapped from disk, so that memory does not fill up
             self._next += 1

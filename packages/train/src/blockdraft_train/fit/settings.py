@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Flag, Natural, SettingsError, settings
 
 
@@ -29,6 +30,14 @@ class FitSettings:
     hours: Annotated[float, Field(gt=0)] = Field(
         1.0, description="Wall-clock time of the whole command, in hours, without interruptions."
     )
+    init: Annotated[str | None, Flag(metavar="DRAFTER")] = Field(
+        None,
+        description="Drafter to continue, as for `generate --drafter`; bundled is that of the target. It learns from "
+        "the conversations in the folder --data, and is written if it drafts others of them better.",
+    )
+    minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Wall-clock time of the whole command with --init, in minutes; by default 30."
+    )
     variant: Annotated[str | None, Flag(metavar="NAME")] = Field(
         None, description="Kind of drafter, such as dflash2. By default the kinds are compared on this machine."
     )
@@ -47,6 +56,8 @@ class FitSettings:
     seed: Natural = Field(0, description="Seed of everything random.")
 
     def __post_init__(self) -> None:
+        if self.minutes is not None and self.init is None:
+            raise UsageError("minutes is for a drafter that is continued; add --init DRAFTER, or give --hours.")
         if self.variant is None:
             return
         from blockdraft_train.variant import fit_gains  # imports torch, a slow start

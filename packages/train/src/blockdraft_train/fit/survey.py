@@ -26,11 +26,12 @@ from blockdraft.engine import Engine, loops
 from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
+from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
 from blockdraft.types import Quantize, SamplingParams
-from blockdraft_train.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft_train.data.documents import Document, TokenData, read_data
 from blockdraft_train.data.hidden_states import plan_hidden_states
 from blockdraft_train.data.loops import before_loop
 from blockdraft_train.data.responders import CHECKED_TOKENS

@@ -31,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats import read_drafter
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.settings import Count, Layers, Natural, settings
@@ -183,9 +185,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
                 need(recipe.draft_vocab <= most, "draft_vocab", recipe.draft_vocab, limit)
         if recipe.init is not None:
             with complaints.noting():
-                init = read_drafter(recipe.init, vocabulary, target.num_layers).config
-                is_dflash = isinstance(init, DraftConfig)
-                need(is_dflash, f"the kind of {recipe.init}", type(init).__name__, "a DFlash drafter")
+                init = self._init(vocabulary, target.num_layers)[0]
         if recipe.layers is None:
             choices["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
         if init is not None and recipe.target_layers is None:
@@ -239,8 +239,20 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         network = self.network_class(config)
         new_matrices(network, self._own)
         if self.recipe.init is not None:
-            self.warm_start(network, Path(self.recipe.init), vocabulary)
+            self.warm_start(network, *self._init(vocabulary, config.num_target_layers))
         return cast(N, network)
+
+    def _init(
+        self, vocabulary: Mapping[str, int] | None, num_target_layers: int
+    ) -> tuple[DraftConfig, Mapping[str, Tensor]]:
+        """Return configuration and tensors of the `init`. Raise a ValueError if that is of another kind."""
+        assert self.recipe.init is not None
+        if not is_gguf(self.recipe.init):
+            return read_checkpoint(Path(self.recipe.init), vocabulary)
+        drafter = read_drafter(self.recipe.init, vocabulary, num_target_layers)
+        kind = type(drafter.config).__name__
+        need(isinstance(drafter.config, DraftConfig), f"the drafter of {self.recipe.init}", kind, "one like DFlash")
+        return drafter.config, drafter.tensors
 
     def fit_data(self, network: N, data: TokenData) -> None:
         if self.recipe.draft_vocab is not None:
@@ -254,7 +266,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         if self.recipe.init is None:
             calm(network.norm.weight, target)
 
-    def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
+    def warm_start(self, network: DFlashNetwork, config: DraftConfig, tensors: Mapping[str, Tensor]) -> None:
         """Load a checkpoint of this kind, or of DFlash v1 into the parameters that DFlash v1 has.
 
         The block size may differ, and the checkpoint may have fewer layers. Further layers start as the identity.
@@ -262,9 +274,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         Raises:
             ValueError: Anything else differs.
         """
-        drafter = read_drafter(path, vocabulary, network.config.num_target_layers)
-        config, tensors = drafter.config, drafter.tensors
-        depth = config.num_hidden_layers
+        path, depth = self.recipe.init, config.num_hidden_layers
         for field in fields(config):
             ours, theirs = getattr(network.config, field.name, None), getattr(config, field.name)
             same = math.isclose(ours, theirs) if isinstance(ours, float) and theirs is not None else ours == theirs

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +32,12 @@ from blockdraft.drafters.eagle3.network import (
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
+from blockdraft.nn.layers import RMSNorm
 from blockdraft.settings import Amount, Count, Layers, Share, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.data.documents import TokenData
-from blockdraft_train.data.target_layers import chosen_target_layers
+from blockdraft_train.data.target_layers import chosen_target_layers, target_hidden_states
 from blockdraft_train.draft_vocabulary import draft_ids, frequent_tokens, reduced_losses
 from blockdraft_train.objectives import Slots
 from blockdraft_train.recipe import Recipe
@@ -47,6 +48,7 @@ from blockdraft_train.variants.dflash import calm, layer_shape, new_matrices
 STEP_WEIGHT = 0.8  # weight of a step relative to the step before
 LAST_LAYER = "last_layer"  # value of `init`
 MLP = ("gate", "up", "down")
+SCALE_TOKENS = 64  # by which the scale of a target layer's hidden states is known
 
 
 @settings
@@ -91,6 +93,21 @@ class Eagle3Recipe(Recipe):
     heads: Count | None = Field(None, description="Query heads of the layer; by default the target's.")
     kv_heads: Count | None = Field(None, description="Key/value heads of the layer; by default the target's.")
     head_dim: Count | None = Field(None, description="Size of a head; by default the target's.")
+    norm_output: bool | None = Field(
+        None,
+        description="Whether each step reads the hidden state behind the last norm, instead of a stream that grows "
+        "from step to step. By default it does not, or as the `init` does.",
+    )
+    fc_norm: bool | None = Field(
+        None,
+        description="Whether each target layer has a norm of its own before they are fused. By default it has none, or "
+        "as in the `init`.",
+    )
+    head: Literal["free", "frozen"] = Field(
+        "free",
+        description='Output head: "free" learns, from the target\'s rows on; "frozen" keeps them as they are, so that '
+        "a compiled drafter can also draft the tokens of a sequence that are outside of its draft vocabulary.",
+    )
     init: str | None = Field(
         None,
         description="Folder or GGUF file of an EAGLE-3 drafter of any layout, whose weights training starts from; "
@@ -102,6 +119,7 @@ class Eagle3Recipe(Recipe):
 # Recipe fields that decide the network's shape, by the configuration's names for them.
 SHAPE = {"target_layers": "target_layers", "draft_vocab_size": "draft_vocab", "intermediate_size": "intermediate_size"}
 SHAPE |= {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
+SHAPE |= {name: name for name in ("norm_output", "fc_norm")}
 
 
 class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
@@ -152,6 +170,9 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             num_target_layers=layers,
             block_size=recipe.block_size,
             max_position_embeddings=target.max_context,
+            norm_output=bool(recipe.norm_output),
+            fc_norm=bool(recipe.fc_norm),
+            tied_head=recipe.head == "frozen",
         )
 
     def usual_target_layers(self, layers: int) -> tuple[int, ...]:
@@ -167,7 +188,9 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             ours, theirs = getattr(self.recipe, name), getattr(config, field_name)
             same = ours is None or ours == theirs
             need(same, f"{name} of {self.recipe.init}", theirs, f"that of the recipe, {ours}; leave that out")
-        return replace(config, block_size=self.recipe.block_size)
+        frozen = self.recipe.head == "frozen"
+        need(config.tied_head or not frozen, "head", "frozen", f"free, since that of {self.recipe.init} has learned")
+        return replace(config, block_size=self.recipe.block_size, tied_head=frozen)
 
     def _init(self, num_target_layers: int) -> Checkpoint:
         assert self.recipe.init is not None
@@ -198,6 +221,8 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             calm(network.norm.weight, target)
         if self.recipe.init == LAST_LAYER:
             take_last_layer(network, target)
+        if self.recipe.head == "frozen":
+            network.lm_head.weight.requires_grad_(False)
 
     @property
     def alone(self) -> float:
@@ -300,6 +325,22 @@ def take_last_layer(network: Eagle3Network, target: Target) -> None:
     network.norm.weight.copy_(target.weights_in("model.norm.weight")["model.norm.weight"])
     network.fc.weight.zero_()
     network.fc.weight[:, -size:] = torch.eye(size)
+    if network.config.fc_norm:
+        norms = cast("list[RMSNorm]", list(network.fc_norm))
+        for norm, scale in zip(norms, layer_scales(network, target), strict=True):
+            norm.weight.fill_(scale)
+
+
+def layer_scales(network: Eagle3Network, target: Target) -> list[float]:
+    """Return the usual root mean square of each target layer's hidden states, which a norm before `fc` then keeps.
+
+    It is the median over some tokens of the draft vocabulary, since those of a first token are far larger.
+    """
+    layers, tokens = network.config.target_layers, network.kept[:SCALE_TOKENS].cpu()
+    [hidden_states] = target_hidden_states(target, layers, [tokens])
+    squares = hidden_states.float().unflatten(1, (len(layers), -1)).square()
+    scales: list[float] = squares.mean(dim=2).sqrt().median(dim=0).values.tolist()
+    return scales
 
 
 def strongest_neurons(layer: Mapping[str, Tensor], count: int) -> Tensor:
