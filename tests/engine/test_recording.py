@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from threading import Event
+from queue import Queue
 
 import pytest
 import torch
@@ -116,8 +116,12 @@ def test_rejected_draft_tokens_are_counted_where_their_step_ended() -> None:
     assert rejected_counts(request) == [0, 0, 0, 2, 3, 0]
 
 
-def set_event(event: Event, chunk: Chunk) -> None:
-    event.set()
+def cancel_first(submitted: Queue[Request], complete: bool, chunk: Chunk) -> None:
+    """Cancel a request at its first chunk, in the engine's thread."""
+    if chunk.finish_reason is None:
+        request = submitted.get(timeout=10)
+        request.cancel(complete)
+        submitted.put(request)
 
 
 def test_declined_failed_and_cut_off_requests_are_not_recorded(
@@ -126,11 +130,11 @@ def test_declined_failed_and_cut_off_requests_are_not_recorded(
     recorder, requests = make_recorder(), dict[bool, Request]()
     with Engine(target, recorder=recorder) as engine:
         for complete in (False, True):
-            begun = Event()
-            requests[complete] = engine.submit(PROMPT, SamplingParams(200, ignore_eos=True), partial(set_event, begun))
-            assert begun.wait(10)
-            requests[complete].cancel(complete)
-            requests[complete].result()
+            submitted = Queue[Request]()
+            listener = partial(cancel_first, submitted, complete)
+            requests[complete] = engine.submit(PROMPT, SamplingParams(200, ignore_eos=True), listener)
+            submitted.put(requests[complete])
+            assert requests[complete].result(10).finish_reason == "cancelled"
         engine.submit([8, 30], PARAMS, recorded=False).result()
     recorder.close()
     documents = [document.tokens.tolist() for document in read_data(tmp_path / "record")]
