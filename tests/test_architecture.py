@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 LAYERS = [
     {"errors", "machine", "plugins", "timing"},
     {"text_files"},
-    {"settings", "folders", "chat_text"},
+    {"settings", "folders", "diskcache", "chat_text"},
     {"types", "models"},
     {"decode", "nn"},
     {"kernels", "kernels.cpu", "kernels.cuda"},

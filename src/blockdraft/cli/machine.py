@@ -37,7 +37,7 @@ VARIABLES = (
 CALIBRATED = MeasureSettings(batch_size=16)
 
 MAX_GIGABYTES = 1_000_000
-PARTIAL_SECONDS = 3600.0  # age after which a partial file counts as abandoned
+RECENT_SECONDS = 3600.0  # in which a partial file may still be written
 cache = typer.Typer(help="List or delete the files that blockdraft keeps on this machine.", no_args_is_help=True)
 
 
@@ -168,15 +168,15 @@ def clear(
 
 def _files(kind: str) -> dict[Path, os.stat_result]:
     """Return the files of a kind, without locks and files that another process may still be writing."""
+    from blockdraft.diskcache import is_partial
     from blockdraft.machine import cache_folder
 
     folder, files = cache_folder() / kind, {}
     for file in sorted(folder.rglob("*")):
         with suppress(FileNotFoundError):  # another process has deleted it
             stat = file.stat()
-            is_partial = any(part.endswith(".partial") for part in file.relative_to(folder).parts)
-            is_recent = time.time() - stat.st_mtime < PARTIAL_SECONDS
-            if file.is_file() and file.suffix != ".lock" and not (is_partial and is_recent):
+            is_recent = time.time() - stat.st_mtime < RECENT_SECONDS
+            if file.is_file() and file.suffix != ".lock" and not (is_partial(file.relative_to(folder)) and is_recent):
                 files[file] = stat
     return files
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import ParamSpec
 
+from blockdraft.diskcache import delete_abandoned, key_of, least_used, touch, written
 from blockdraft.drafters import Drafter
 from blockdraft.errors import describe
 from blockdraft.kernels.cpu.sources import name_of
@@ -35,8 +35,7 @@ FORMAT = 1  # version of these files; raise it when the meaning of the tensors c
 REMEMBERED = 16  # instructions that came once, which are compared with later ones
 STORED_TOKENS = 1024  # usual `min_tokens`: as long as these take to prefill, a user notices
 TOKENS = "tokens"  # name of the tensor of token ids
-SUFFIX, PARTIAL = ".prefix", ".partial"  # of files, and of those that are being written
-PARTIAL_SECONDS = 86_400  # after which a file is not being written any more
+SUFFIX = ".prefix"  # of files
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -75,12 +74,12 @@ class PrefixStore:
         self.min_tokens = min_tokens
         self._folder, self._limit = cache_folder() / "prefixes", prefixes_limit() if limit is None else limit
         self._facts, self._whole_only = _facts(target, drafter), not target.can_truncate
-        self._key = hashlib.sha256(self._facts.encode()).hexdigest()[:16]
+        self._key = key_of(self._facts)
         self._thread, self._process = _new_thread(), os.getpid()
         self._tokens: dict[Path, list[int]] = {}  # of each file of this pair, those being written included
         self._failed = set[Path]()  # files that could not be written
         self._seen = deque[Sequence[int]](maxlen=REMEMBERED)  # instructions that are not stored
-        self._delete_partial()
+        delete_abandoned(self._folder)
         for path in sorted(self._folder.glob(f"{self._key}-*{SUFFIX}")):
             try:
                 with safe_open(path, framework="pt") as file:
@@ -164,8 +163,7 @@ class PrefixStore:
                 raise ValueError("its checksum does not match")
             if tensors.pop(TOKENS).tolist() != self._tokens.get(path):
                 raise ValueError("it holds other tokens")
-            with suppress(OSError):  # the least recently used are deleted first
-                os.utime(path)
+            touch(path)
         except Exception as error:
             self._drop(path, error)
             return None
@@ -174,48 +172,21 @@ class PrefixStore:
 
     def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:
         size = sum(tensor.nbytes for tensor in tensors.values())
-        partial = None
         try:
             if size > self._limit:
                 raise ValueError(f"it takes {size / 1e9:.1f} GB, and the limit is {self._limit / 1e9:.1f} GB")
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file, name = tempfile.mkstemp(PARTIAL, f"{path.stem}.", self._folder)  # of no other process or engine
-            os.close(file)
-            partial = Path(name)
-            save_file(tensors, partial, {"facts": self._facts, "digest": _digest(tensors)})
-            partial.chmod(0o600)  # it may be another file now
-            partial.replace(path)
+            with written(path) as partial:
+                save_file(tensors, partial, {"facts": self._facts, "digest": _digest(tensors)})
+                partial.chmod(0o600)  # it may be another file now
             for other, tokens in list(self._tokens.items()):  # the new one replaces those that it begins with
                 if other != path and common_length(tokens, self._tokens[path]) == len(tokens):
                     self._forget(other)
-            self._delete_least_used(keep=path)
+            for unused in least_used(self._folder, f"*{SUFFIX}", self._limit, keep=(path,)):  # of all pairs
+                self._forget(unused)
         except Exception as error:
             self._tokens.pop(path, None)
             self._failed.add(path)
             log.warning("The prefix of a prompt cannot be stored in %s: %s.", self._folder, describe(error))
-        finally:
-            if partial is not None:
-                with suppress(OSError):
-                    partial.unlink(missing_ok=True)
-
-    def _delete_partial(self) -> None:
-        """Delete what processes left that were ended while they wrote."""
-        for path in self._folder.glob(f"*{PARTIAL}"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > PARTIAL_SECONDS:
-                    path.unlink()
-
-    def _delete_least_used(self, keep: Path) -> None:
-        files = {}
-        for path in self._folder.glob(f"*{SUFFIX}"):  # of all pairs
-            with suppress(OSError):  # another process has deleted it
-                files[path] = path.stat()
-        total = sum(status.st_size for status in files.values())
-        for path in sorted(files.keys() - {keep}, key=lambda path: files[path].st_mtime):
-            if total <= self._limit:
-                return
-            self._forget(path)
-            total -= files[path].st_size
 
     def _check_facts(self, metadata: Mapping[str, str] | None) -> None:
         if (metadata or {}).get("facts") != self._facts:

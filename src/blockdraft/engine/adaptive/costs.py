@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import statistics
 import time
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from blockdraft.decode.proposal import ChainPlan, Plan, TreePlan
+from blockdraft.diskcache import written
 from blockdraft.drafters import Drafter, slots_behind
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import Runner
@@ -326,10 +326,8 @@ def store(file: Path, costs: Costs, pair: Pair) -> None:
     Raises:
         OSError: The folder cannot be written to.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps({"layout": LAYOUT, "pair": asdict(pair), **asdict(costs)}), encoding="utf-8")
-    partial.replace(file)
+    with written(file) as partial:
+        partial.write_text(json.dumps({"layout": LAYOUT, "pair": asdict(pair), **asdict(costs)}), encoding="utf-8")
 
 
 def update(target: Target, drafter: Drafter, learned: Costs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from blockdraft.diskcache import key_of, written
 from blockdraft.machine import OtherWork, allowed_cores, cache_folder, processor
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> N
     if "OMP_NUM_THREADS" in os.environ:
         return
     counts = candidates()
-    key = hashlib.sha256(repr((facts, counts, processor(), torch.__version__)).encode()).hexdigest()[:16]
-    path = cache_folder() / "threads" / f"{key}.json"
+    path = cache_folder() / "threads" / f"{key_of(facts, counts, processor(), torch.__version__)}.json"
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         seconds = {int(count): float(time) for count, time in json.loads(path.read_text())["least_seconds"].items()}
         if list(seconds) == counts:
@@ -85,11 +84,9 @@ def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> N
         set_threads(counts[-1], f"all of them, since other programs used {others:.1f} cores during the measurement")
         return
     set_threads(fastest(seconds), f"measured now: {_in_words(seconds)}")
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"least_seconds": seconds}), encoding="utf-8")
-        partial.replace(path)
+        with written(path) as partial:
+            partial.write_text(json.dumps({"least_seconds": seconds}), encoding="utf-8")
     except OSError as error:
         log.warning("The number of threads cannot be stored in %s: %s", path, error)
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,29 +25,13 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from blockdraft.diskcache import code_key, delete_abandoned, key_of, least_used, touch, written
 from blockdraft.machine import cache_folder, weights_limit
 from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantization import InterleavedWeight
 
 LAYOUT = 4  # version of these files; raise it when code outside of `MAKERS` changes their numbers
-MAKERS = (
-    "nn/packed.py",
-    "nn/quantization.py",
-    "nn/quantize_weight.py",
-    "formats/gguf/blocks.py",
-    "formats/gguf/files.py",
-    "formats/gguf/rope.py",
-    "formats/quantized/awq.py",
-    "formats/quantized/base.py",
-    "formats/quantized/compressed_tensors.py",
-    "formats/quantized/gptq.py",
-    "formats/quantized/mxfp4.py",
-    "kernels/cpu/pack.h",
-    "targets/gguf/tensors.py",
-    "targets/gpt_oss.py",
-    "targets/native_files.py",
-    "targets/weights.py",
-)  # modules whose code decides the numbers
+MAKERS = ("nn", "formats", "kernels/cpu", "targets")  # folders with the code that decides the numbers
 SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 disables the cache
 LEAST_BYTES = 64 << 20  # smallest checkpoint to cache; smaller ones are packed quickly
 LOG_SECONDS = 10  # between reports of progress
@@ -85,8 +68,7 @@ class Origin:
         If the checkpoint changes, its file is replaced.
         """
         facts = [[str(file.resolve()) for file in self.files], self.options, self._layout(kernels)]
-        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-        return cache_folder() / "weights" / f"{key}.weights"
+        return cache_folder() / "weights" / f"{key_of(*facts)}.weights"
 
     def facts(self, kernels: Kernels, products: Iterable[Sequence[str]]) -> Any:
         """Return the facts that decide the numbers in the file, without reading the whole checkpoint."""
@@ -96,7 +78,7 @@ class Origin:
             with file.open("rb") as opened:
                 sample = _sample(opened, [(0, status.st_size)])
             files.append([str(file.resolve()), status.st_size, status.st_mtime_ns, sample])
-        facts = [LAYOUT, _makers(), files, self.options, self._layout(kernels), list(map(_key, products))]
+        facts = [LAYOUT, code_key(*MAKERS), files, self.options, self._layout(kernels), list(map(_key, products))]
         return json.loads(json.dumps(facts))  # equal to those read from a file
 
     @staticmethod
@@ -172,31 +154,26 @@ def cached_weights(
 def _write(
     path: Path, facts: Any, kernels: Kernels, products: Sequence[Sequence[str]], make: Make
 ) -> CachedWeights | None:
-    for leftover in path.parent.glob(f"{path.stem}.*.partial"):  # of ended processes, since we hold the lock
-        leftover.unlink(missing_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        with partial.open("w+b") as file:
-            matrices, logged = {}, time.monotonic()
-            for number, names in enumerate(products):
-                matrices[_key(names)] = _add(file, make(names))
-                if time.monotonic() - logged > LOG_SECONDS:
-                    logged = time.monotonic()
-                    done = 100 * (number + 1) // len(products)
-                    log.warning("Packing the weights for this processor, once for this model: %d %% done.", done)
-            sample = _sample(file, _places(matrices))
-            text = json.dumps({"facts": facts, "matrices": matrices, "sample": sample}).encode()
-            file.seek(0, os.SEEK_END)
-            file.write(text + len(text).to_bytes(LENGTH_BYTES, "little") + hashlib.sha256(text).digest())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    written = _open(path, facts, kernels)
-    with suppress(OSError):  # another process may delete the same files
-        _delete_least_used(path.parent, weights_limit())
-    return written
+    delete_abandoned(path.parent, f"{path.stem}.", seconds=0)  # of ended processes, since we hold the lock
+    with written(path) as partial, partial.open("w+b") as file:
+        matrices, logged = {}, time.monotonic()
+        for number, names in enumerate(products):
+            matrices[_key(names)] = _add(file, make(names))
+            if time.monotonic() - logged > LOG_SECONDS:
+                logged = time.monotonic()
+                done = 100 * (number + 1) // len(products)
+                log.warning("Packing the weights for this processor, once for this model: %d %% done.", done)
+        sample = _sample(file, _places(matrices))
+        text = json.dumps({"facts": facts, "matrices": matrices, "sample": sample}).encode()
+        file.seek(0, os.SEEK_END)
+        file.write(text + len(text).to_bytes(LENGTH_BYTES, "little") + hashlib.sha256(text).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    weights = _open(path, facts, kernels)
+    for unused in least_used(path.parent, "*.weights", weights_limit(), keep=_opened):
+        with suppress(OSError):  # another process may delete the same files
+            unused.unlink()
+    return weights
 
 
 def _add(file: BinaryIO, packed: PackedWeight) -> dict[str, Any]:
@@ -228,22 +205,10 @@ def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:
         header = json.loads(text)
         if header["facts"] != facts or header["sample"] != _sample(file, _places(header["matrices"])):
             return None
-        with suppress(OSError):  # the folder may be read-only
-            os.utime(file.fileno())  # the least recently used file is deleted first
+        touch(path)
         _opened.add(path)
         return CachedWeights(file, header["matrices"], kernels)
     return None
-
-
-def _delete_least_used(folder: Path, limit: int) -> None:
-    """Delete cached files until the others fit the limit. Files that this process has mapped stay."""
-    files = {path: path.stat() for path in folder.glob("*.weights")}
-    total = sum(stat.st_size for stat in files.values())
-    for path in sorted(files.keys() - _opened, key=lambda path: files[path].st_mtime):
-        if total <= limit:
-            return
-        path.unlink(missing_ok=True)
-        total -= files[path].st_size
 
 
 def _places(matrices: dict[str, Any]) -> list[tuple[int, int]]:
@@ -264,12 +229,6 @@ def _sample(file: BinaryIO, places: Iterable[tuple[int, int]]) -> str:
 
 def _key(names: Sequence[str]) -> str:
     return " ".join(names)
-
-
-@cache
-def _makers() -> str:
-    folder = Path(__file__).parents[2]
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in MAKERS)).hexdigest() + version("blockdraft")
 
 
 @cache
