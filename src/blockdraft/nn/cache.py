@@ -28,8 +28,8 @@ class SequenceState:
     `start`. The engine chooses the range, which is the same in all states, and the sequence never moves. So sequences
     are opened and closed without copying others.
 
-    A subclass defines the value that it keeps per sequence by `new_value` and `cut`. States inside it are opened,
-    closed, shrunk, copied and zeroed with it.
+    A subclass defines the value that it keeps per sequence by `new_value`, `cut` and `value_of`, which makes it for a
+    sequence whose prefix was stored on disk. States inside it are opened, closed, shrunk, copied and zeroed with it.
 
     Args:
         batch: Number of sequences that are open from the start.
