@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer.main
 from installed_plugin import forget
 
 from blockdraft import drafters, load_target
@@ -101,6 +102,7 @@ def test_missing_packages_are_named(
     assert install_hint(COMMANDS, "train") == "pip install blockdraft-train"
     assert install_hint(COMMANDS, "no such command") is None
     monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(typer.main, "get_command", typer.main.get_command.__wrapped__)  # which tests of commands cache
     forget()
     code, _, err = blockdraft("train", "dflash")
     assert code == 2 and err == "error: The command train is not installed; pip install blockdraft-train brings it.\n"

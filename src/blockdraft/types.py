@@ -39,6 +39,7 @@ KVDtype: TypeAlias = Literal["int8"]  # quantization of its keys and values
 # Type of the matrices in GGUF files. The default is exact for a model in bfloat16.
 GGUFWeights: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
+RECORD_BYTES = 4 * 2**30  # usual limit of recorded conversations
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
 LEAST, MOST = 1e-30, 1e30  # far beyond, float32 rounds to 0 or infinity

@@ -28,8 +28,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     ("backend", "remedy"),
     [
-        ("mlx", r"mlx-lm is not installed; pip install 'blockdraft\[mlx\]'"),
-        ("jax", r"JAX is not installed; pip install 'blockdraft\[jax\]', and on a TPU 'jax\[tpu\]' beside it"),
+        ("mlx", r"mlx-lm is not installed; pip install blockdraft-mlx"),
+        ("jax", r"JAX is not installed; pip install jax, and on a TPU 'jax\[tpu\]'"),
     ],
 )
 def test_a_missing_package_is_named(

@@ -147,7 +147,10 @@ def test_costs_are_measured_once_and_shown(
     monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: 1.0)
     words = ("calibrate", "--device", "cpu", "--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
     words += ("--batch-size", 2)
-    assert "Not stored, since other programs used 1.0 cores meanwhile." in blockdraft(*words)[2]
+    assert (
+        "Not stored, since other programs used 1.0 cores meanwhile; calibrate while nothing else runs."
+        in blockdraft(*words)[2]
+    )
     monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: None)
     code, out, err = blockdraft(*words)
     assert code == 0

@@ -33,6 +33,7 @@ FOLDERS = {
     "mtp": "tiny_mtp_dir",
     "none": None,
     "lookup": None,
+    "period": None,  # of examples/plugin
 }
 FILES = sorted(drafters.entries())
 DRAFTINGS = {"chain": Drafting(None), "tree": Drafting(tree_budget=12), "auto": Drafting(tree_budget="auto")}

@@ -292,7 +292,7 @@ def test_startup_reports_a_callable_address(engine: Engine, capsys: pytest.Captu
         announce(Service(Backends(engine), local), bound, None)
     assert "Network" not in (printed := capsys.readouterr().out) and "Record" not in printed
     recording = ServeSettings(port=0, served_model_name=("tiny",), record=Path("traffic"))
-    with closing(run.bind(recording)) as bound:
+    with closing(sockets.bind(recording)) as bound:
         announce(Service(Backends(engine), recording), bound, None)
     assert 'recorded in traffic, except requests with "store": false' in capsys.readouterr().out
 

@@ -34,6 +34,7 @@ UNWRITABLE = (
     "gpt_oss-yarn",
     "lfm2",
     "lfm2_moe",
+    "ministral3",
     "qwen2_moe",
     "qwen2_moe-old",
     "qwen3_moe",

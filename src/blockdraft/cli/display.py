@@ -52,7 +52,7 @@ class LogLines(logging.StreamHandler[TextIO]):
     """
 
     def __init__(self) -> None:
-        super().__init__(sys.stderr)
+        super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         self._is_open = False  # whether the last line may be replaced
         self._next_progress = 0.0
@@ -68,6 +68,17 @@ class LogLines(logging.StreamHandler[TextIO]):
         self._is_open = is_progress and is_terminal
         self.terminator = "" if self._is_open else "\n"
         super().emit(record)
+
+
+@contextmanager
+def log_lines() -> Iterator[None]:
+    """Print what is logged as `LogLines` does."""
+    log, handler = logging.getLogger("blockdraft"), LogLines()
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.display import LogLines
+from blockdraft.cli.display import log_lines
 from blockdraft.cli.target import (
     DecodingSettings,
     DecodingTarget,
@@ -55,8 +54,7 @@ def serve(
         raise UsageError(f"The server needs {', '.join(missing)}; run pip install 'blockdraft[server]'.")
 
     usual, *others = settings.backends or _default_backends(model)
-    logging.getLogger("blockdraft").addHandler(LogLines())
-    with bind(settings) as bound:
+    with log_lines(), bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
 
         from blockdraft.serving import run

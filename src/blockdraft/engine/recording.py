@@ -41,12 +41,12 @@ from blockdraft.formats.token_data import (
     tokenizer_fingerprint,
 )
 from blockdraft.targets import Target, target_fingerprint
+from blockdraft.types import RECORD_BYTES
 
 log = logging.getLogger(__name__)
 
 HIDDEN_STATES = "hidden-states"  # folder of the hidden states in a record folder
 OPEN = "open"  # folder of conversations that may go on
-RECORD_BYTES = 4 * 2**30
 LEAST_BYTES = 2**20
 SHARDS = 8  # at least, before the oldest is deleted
 SHARD_BYTES = 2**26

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from blockdraft.engine.recording import RECORD_BYTES
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Flag, Natural, SettingsError, Texts, settings
+from blockdraft.types import RECORD_BYTES
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LIMITS, ACCESS, RECORDING = "Limits", "Who may call", "Recording"  # panels of --help

@@ -58,7 +58,6 @@ def test_a_line_while_you_type() -> None:
     alone = {row[1]: float(row[2]) for row in rows("benchmarks/typing/README.md") if row[0] == "alone"}
     [row] = [row for row in rows("docs/editors.md") if "while you type" in row[0] and len(row) == 4]
     assert close(row[1], alone["llama-server"]) and close(row[2], alone["blockdraft"])
-    assert close(row[3], alone["llama-server"] / alone["blockdraft"])
     printed = re.search(r"type in ([\d.]+) s, against ([\d.]+) s", README)
     assert printed is not None and close(printed[1], alone["blockdraft"]) and close(printed[2], alone["llama-server"])
 

@@ -48,11 +48,19 @@ name = "blockdraft"
 base_url = "${v1}"
 wire_api = "responses"${needsKey ? '\nenv_key = "BLOCKDRAFT_API_KEY"' : ""}`],
   "opencode": ({ v1, model, context, key }) => ["opencode.json", json({
+    model: `local/${model}`,
     provider: { local: {
       npm: "@ai-sdk/openai-compatible", options: { baseURL: v1, apiKey: key },
       models: { [model]: { limit: { context, output: Math.min(4096, context / 2) } } },
     } },
   })],
+  "llm": ({ v1, model, key }) => ["extra-openai-models.yaml, in the folder of `llm logs path`", `- model_id: local
+  model_name: ${model}
+  api_base: ${v1}
+  supports_tools: true
+  supports_schema: true
+
+# llm -m local "Write a haiku." --key ${key}`],
   "Qwen Code": ({ v1, model, key }) => ["Command", `OPENAI_BASE_URL=${v1} OPENAI_API_KEY=${key} OPENAI_MODEL=${model} qwen`],
   "Programs for Ollama": ({ origin, model, needsKey, key }) => ["Environment and model name",
     `OLLAMA_HOST=${origin}${needsKey ? ` OLLAMA_API_KEY=${key}` : ""}\n# model: ${model}`],

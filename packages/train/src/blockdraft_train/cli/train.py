@@ -83,10 +83,11 @@ def train(
     assert options.data is not None and options.out is not None
     out = options.out
 
-    from blockdraft.drafters import as_given, check_place, drafter_files
+    from blockdraft.drafters import as_given, drafter_files
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.formats import find_layout
-    from blockdraft.formats.gguf import is_gguf
+    from blockdraft.formats import find_layout, read_config
+    from blockdraft.formats.gguf import is_gguf, open_gguf
+    from blockdraft.formats.gguf.kinds import kind_in
     from blockdraft_train.data.documents import read_data
     from blockdraft_train.data.hidden_states import read_hidden_states
 
@@ -114,8 +115,8 @@ def train(
         complaints.noted(read_hidden_states, settings.hidden_states)
     with complaints.noting():
         if (given := begun_with(settings)) is not None:
-            init = drafter_files(given, model.target)
-            check_place(init)
+            init = Path(given) if Path(given).exists() else drafter_files(given, model.target)
+            kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
             settings = replace(settings, init=str(init))
     accelerator = complaints.noted(make_accelerator, settings, run_folder(out), model.device)
     complaints.check()
