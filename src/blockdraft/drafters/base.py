@@ -249,7 +249,7 @@ class RunnerDrafter(Drafter):
 
     network: DraftNetwork
     _target: Target
-    _run: Any  # a `NetworkRunner`
+    _run: Any  # a `DraftRunner`
     reduced_head: ReducedHead | None = None
 
     @property

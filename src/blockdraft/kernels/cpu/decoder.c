@@ -4,8 +4,8 @@
    ancestors lie. So a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, their
    inputs are float32 or rounded to bfloat16, and sums are float32. Or weights are integers of 8 or 4 bits (integers.h).
    `rows` counts the nodes of all sequences of the batch, which are the rows of the matrices here. Threads share the work
-   in stages (pool.h). compiled_decoder.py, compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of
-   calls.h. Exported functions check their arguments, and return minus the number of a problem. */
+   in stages (pool.h). compiled_decoder.py and compiled_runner.py fill the structs of calls.h. Exported functions check
+   their arguments, and return minus the number of a problem. */
 #include "attention.h"
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 first, i64 last, float *y, int add) {
@@ -58,8 +58,11 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     if (first < call->hidden_slots) first = call->hidden_slots < length ? call->hidden_slots : length;
     for (i64 t = begin; t < first && t < length; t++) scores[t] = mark;
     const i64 nodes = slots - length;
+    /* Tokens in hidden slots, to which others that are committed by the same call do not attend either. */
+    const i64 hidden = call->num_logits || call->num_target_layer_ids ? 0 : call->hidden_slots - length;
     if (!layer->whole_block && depths[node] == node) { /* all earlier nodes are its ancestors, as in a chain */
-        for (i64 other = 0; other < first - length; other++) scores[length + other] = mark;
+        const i64 from = first - length > hidden ? first - length : hidden;
+        for (i64 other = 0; other < from && other < node; other++) scores[length + other] = mark;
         for (i64 other = node + 1; other < nodes; other++) scores[length + other] = mark;
         return;
     }
@@ -68,6 +71,7 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
         int visible = layer->whole_block || other == seen;
         if (other == seen) seen = parents[other];
         if (layer->window && llabs(depths[other] - depths[node]) >= layer->window) visible = 0;
+        if (other < hidden && other != node) visible = 0;
         if (!visible) scores[length + other] = mark;
     }
 }
