@@ -298,8 +298,8 @@ class Decoder:
             )
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        if self.config.qk_norm:
-            names = self.config.norms(layer)
+        names = self.config.norms(layer)
+        if self.config.qk_norm and names["query"] in params:  # layers of draft networks may differ
             q, k = self.norm(params, names["query"], q), self.norm(params, names["key"], k)
         heads = zip((rotate(q, *rotation), rotate(k, *rotation), v), ("heads", "kv_heads", "kv_heads"), strict=True)
         return [self.layout.place(x, None, None, axis, None) for x, axis in heads]

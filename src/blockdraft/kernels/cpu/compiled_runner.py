@@ -71,7 +71,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         super().__init__(library, len(described.layers), EVERYWHERE)
         self.network: Any = network
         self.embed, self.head, self.described = host.embed, host.head, described
-        self._dtype, self._owned = host.dtype, owned
+        self._dtype, self._owned, self._has_pairs = host.dtype, owned, described.has_pairs
         self._packed: list[PackedLinear] = []
         self._names = {module: name for name, module in network.named_modules()}
         self.quantized_layers: set[str] = set()
@@ -102,17 +102,17 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         if not self.described.layers:
             return 0
         needed = super().workspace_bytes(batch, nodes, slots)
-        if self.described.has_pairs:
+        if self._has_pairs:
             return needed
         return max(needed, 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._fc.inputs))
 
     def slots_beside(self, block_size: int, width: int) -> int:
-        return 1 + width * max(block_size - 2, 0) if self.described.has_pairs else 0
+        return 1 + width * max(block_size - 2, 0) if self._has_pairs else 0
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         if not self.described.layers:
             state.extend(0, hidden_states.to(self._dtype).unsqueeze(1))
-        elif self.described.has_pairs:
+        elif self._has_pairs:
             known, fused = self.hidden_states(state), self._fuse(hidden_states)
             before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
             self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
@@ -201,8 +201,8 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
 
     def hidden_states(self, state: KVCache) -> Tensor:
         """Return the hidden states of all KV slots, `[slots, H]`, in float32 for pairs."""
-        like = torch.empty(0) if self.described.has_pairs else torch.empty(0, dtype=self._dtype)
-        return state.layer(int(self.described.has_pairs), like.new_empty(1, 1, 0, self.config.hidden_size))[0][0]
+        like = torch.empty(0) if self._has_pairs else torch.empty(0, dtype=self._dtype)
+        return state.layer(int(self._has_pairs), like.new_empty(1, 1, 0, self.config.hidden_size))[0][0]
 
     def pass_of(
         self, state: KVCache, tokens: Tensor, beside: Tensor, parents: array[int], done: int, window: int
