@@ -103,10 +103,14 @@ def test_a_chain_in_one_call_is_that_of_its_nodes(way: str, tiny_target_dir: Pat
     run, anchor = drafter._run, torch.tensor([40, 41])
     state, observed = run.new_state(2, 400), torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(2))
     drafter.observe(state, torch.arange(18).view(2, 9) + 5, observed, [9, 4])
-    nodes, tokens = run.nodes(state, 8, 1), [anchor]
+    nodes, tokens, survival, expected = run.nodes(state, 8, 1), [anchor], torch.ones(2), torch.zeros(2)
     for _ in range(5):
-        tokens.append(nodes(tokens[-1][:, None])[:, 0].argmax(-1))
-    assert torch.equal(run.chain(state, anchor, 5)[0], torch.stack(tokens, dim=1))
+        best = nodes(tokens[-1][:, None])[:, 0].softmax(-1).max(-1)
+        tokens.append(best.indices)
+        survival = survival * best.values
+        expected = expected + survival
+    drafted, accepted = run.chain(state, anchor, 5, None, [1.0 + 1e-6 * count for count in range(6)])
+    assert torch.equal(drafted, torch.stack(tokens, dim=1)) and torch.allclose(accepted, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["C", pytest.param("graphs", marks=pytest.mark.slow), "torch"])

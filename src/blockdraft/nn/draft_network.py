@@ -96,6 +96,7 @@ class DraftDescription:
             "sliding windows": any(kind.window for kind in self.layers),
             "convolutions": any(kind.convolved for kind in self.layers),
             "several layers of pairs": self.has_pairs and len(self.layers) > 1,
+            "contexts without a norm": self.layers and not self.has_pairs and self.fused_norm is None,
         }
         own = () if self.torch_only is None else (self.torch_only,)
         return (*own, *(name for name, has in named.items() if has))

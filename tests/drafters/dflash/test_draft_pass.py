@@ -23,7 +23,7 @@ from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_network import DraftHost
-from blockdraft.nn.layers import ReducedHead
+from blockdraft.nn.layers import ReducedHead, RMSNorm
 from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets import Target, load_target
 
@@ -144,6 +144,20 @@ def test_the_same_as_the_network(
     assert state.lengths == lengths
     for _ in range(2):  # a pass leaves no trace
         torch.testing.assert_close(run.block_pass(state, blocks, window), torch.stack(expected), atol=1e-5, rtol=1e-4)
+
+
+def test_norms_before_fc(make: Callable[[DFlashNetwork], Run]) -> None:
+    """Norms of the target's hidden states, which a description may add to any network."""
+    network: Any = made_network(CONFIG)
+    network.input_norm = RMSNorm(32, 1e-6).requires_grad_(False)
+    network.input_norm.weight += 0.3 * torch.randn(32)
+    network.description = replace(network.description, fusing_norms=("input_norm",))
+    hidden_states, block = 4 * torch.randn(1, 9, 32), torch.randn(1, 4, 16)
+    expected = twin(network, network.input_norm(hidden_states)[0], block[0], None)
+    run, state = make(network), KVCache(1, 16)
+    run.observe(state, TOKENS, hidden_states)
+    state.commit([range(9)])
+    torch.testing.assert_close(run.block_pass(state, block)[0], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_more_context_than_rotary_angles_were_made_for(
@@ -381,6 +395,9 @@ def test_what_is_compiled_and_what_is_not(
     plain = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
     assert isinstance(target.runner(deepcopy(network)), CompiledDraftRunner)
     assert isinstance(plain.runner(deepcopy(network)), TorchDraftRunner)
+    bare = DFlashNetwork(CONFIG)
+    bare.description = replace(bare.description, fused_norm=None)
+    assert target.runner(bare).compile_reason == "it does not know contexts without a norm"
     odd = target.runner(DFlashNetwork(replace(CONFIG, head_dim=6)))
     assert isinstance(odd, TorchDraftRunner) and "heads of 6" in (odd.compile_reason or "")
     with pytest.raises(NotCompiled, match="float16"):

@@ -39,7 +39,7 @@ from blockdraft_jax.model import (
 
 NO_LIMIT = np.int32(2**30)  # a draft window that hides nothing
 KNOWN = frozenset(
-    ("pairs", "whole blocks", "sliding windows", "several layers of pairs")
+    ("pairs", "whole blocks", "sliding windows", "several layers of pairs", "contexts without a norm")
 )  # of `DraftDescription.kinds`
 
 

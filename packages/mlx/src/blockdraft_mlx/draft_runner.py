@@ -13,9 +13,18 @@ from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft_mlx.cache import MLXCache
 from blockdraft_mlx.tensor import Array, MLXTensor, computing, in_mlx, mx
 
+# Of `DraftDescription.kinds`.
 KNOWN = frozenset(
-    ("heads", "pairs", "whole blocks", "sliding windows", "convolutions", "several layers of pairs")
-)  # of `DraftDescription.kinds`
+    (
+        "heads",
+        "pairs",
+        "whole blocks",
+        "sliding windows",
+        "convolutions",
+        "several layers of pairs",
+        "contexts without a norm",
+    )
+)
 
 
 class MLXDraftRunner(TorchDraftRunner):

@@ -18,7 +18,7 @@ from blockdraft.nn.torch_runner import CachedAttention, TorchDraftRunner
 from blockdraft.timing import PASS, mark
 
 KNOWN = frozenset(
-    ("pairs", "whole blocks", "sliding windows", "convolutions", "several layers of pairs")
+    ("pairs", "whole blocks", "sliding windows", "convolutions", "several layers of pairs", "contexts without a norm")
 )  # of `DraftDescription.kinds`
 
 
