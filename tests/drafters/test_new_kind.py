@@ -127,6 +127,7 @@ def test_states_are_copied_shrunk_and_stored(tiny_target_dir: Path) -> None:
     for way in ("C", "torch"):
         drafter = drafter_in(way, tiny_target_dir, dtype="float32")
         run, state = drafter._run, two_texts(drafter._run, drafter.network)
+        assert state.nbytes == drafter.state_bytes(2, 150)
         with torch.no_grad():
             expected = run.nodes(state, 8, 3)(torch.tensor([[40], [41]]))[0]
             stored = state.export(160, 29)
