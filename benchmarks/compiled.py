@@ -1,8 +1,9 @@
 """Benchmark the compiled kernels.
 
 `products` times quantized and bfloat16 matrix products by number of rows, `contexts` forward passes behind long
-contexts, and `mapped` forward passes with weights mapped from the cache folder and with weights in memory. `ceilings`
-prints how fast the machine reads memory, and how fast it multiplies codes in its nearest cache.
+contexts, `mapped` forward passes with weights mapped from the cache folder and with weights in memory, and `drafts`
+what drafters with random weights take to draft and to observe four tokens. `ceilings` prints how fast the machine reads
+memory, and how fast it multiplies codes in its nearest cache.
 
     python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4|8|16] [--group 128] [--rows 1,4,8]
     python -m benchmarks.compiled ceilings [--processors native,x86-64-v3]
@@ -10,6 +11,7 @@ prints how fast the machine reads memory, and how fast it multiplies codes in it
     python -m benchmarks.compiled contexts --target MODEL [--processors native,x86-64-v3] [--contexts 256] [--nodes 1,5]
         [--kv-dtypes float32,bfloat16,int8]
     python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
+    python -m benchmarks.compiled drafts [--contexts 256] [--width 4]
 
 Runs are interleaved; times are in milliseconds, minimum / median.
 """
@@ -36,15 +38,21 @@ from benchmarks.harness.interleaving import time_interleaved
 from benchmarks.harness.models import forward_calls
 from benchmarks.sizes.widen import TARGET, widen
 
+from blockdraft.decode.proposal import ChainPlan
+from blockdraft.drafters import drafter_of
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.kernels.cpu import build
 from blockdraft.kernels.cpu.build import begun
 from blockdraft.kernels.cpu.library import Library, Pool
 from blockdraft.kernels.cpu.sources import PARALLEL, SOURCE, VECTORS, command, defines
 from blockdraft.kernels.cpu.weight_cache import SWITCH
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets import Target, load_target
-from blockdraft.types import LoadOptions
+from blockdraft.types import LoadOptions, SamplingParams
 
 HIDDEN, INNER, LAYERS = 1536, 4608, 8
 SHAPES = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))  # inputs, outputs
@@ -150,11 +158,42 @@ def mapped(options: argparse.Namespace, folder: Path) -> Calls:
     return calls
 
 
+def drafts(options: argparse.Namespace, folder: Path) -> Calls:
+    path, calls = widen(TARGET, folder / "target", options.width), dict[tuple[str, str], Callable[[], Any]]()
+    for quantize in (None, "int4"):
+        target = load_target(path, dtype="bfloat16", device="cpu", compile="on", quantize=quantize)
+        for name, network in draft_networks(target).items():
+            drafter, (context, *_) = drafter_of(network, target), options.contexts
+            state, plan = drafter.new_state(1, context + 128), ChainPlan(5, [SamplingParams()])
+            tokens, size = torch.ones(1, context, dtype=torch.int64), len(drafter.target_layers) * target.hidden_size
+            hidden_states = torch.randn(1, context, size).to(target.dtype)
+            drafter.observe(state, tokens, hidden_states, [context])
+            way = f"{quantize or 'bfloat16'}, {name}"
+            calls[way, "draft 4"] = partial(drafter.propose, state, torch.tensor([9]), plan)
+            calls[way, "observe 4"] = partial(drafter.observe, state, tokens[:, :4], hidden_states[:, :4], [0])
+    return calls
+
+
+def draft_networks(target: Target) -> dict[str, Any]:
+    """Return networks of the target's width: three layers of DFlash, one of EAGLE-3 and one of MTP."""
+    width, layers = target.hidden_size, target.num_layers
+    shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": width // 64}
+    shape |= {"num_key_value_heads": max(width // 128, 1), "head_dim": 64, "vocab_size": target.vocab_size}
+    shape |= {"num_target_layers": layers, "block_size": 5, "rope_theta": 1e4}
+    several = {"target_layers": (0, 1, 2)}
+    block = {"num_hidden_layers": 3, "mask_token_id": 1, "layers": (LayerAttention(False, None),) * 3}
+    return {
+        "DFlash": DFlashNetwork(DraftConfig(**shape, **several, **block)),
+        "EAGLE-3": Eagle3Network(Eagle3Config(**shape, **several, draft_vocab_size=target.vocab_size // 2)),
+        "MTP": MTPNetwork(MTPConfig(**shape)),
+    }
+
+
 @torch.no_grad()
 def main() -> None:
     parser = Parser(__doc__, threads=2)
     add, numbers = parser.add_argument, listed(int)
-    add("what", choices=("products", "ceilings", "contexts", "mapped"))
+    add("what", choices=("products", "ceilings", "contexts", "mapped", "drafts"))
     add("--processors", type=listed(), default="native,x86-64-v3", help="as gcc calls them")
     add("--bits", type=int, default=4, choices=(4, 8, 16), help="16: bfloat16, inputs too")
     add("--group", type=int, default=128)
@@ -168,9 +207,8 @@ def main() -> None:
     options = parser.parse()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder, in_words():
-        calls = {"products": products, "ceilings": ceilings, "contexts": contexts, "mapped": mapped}[options.what](
-            options, Path(folder)
-        )
+        ways = {"products": products, "ceilings": ceilings, "contexts": contexts, "mapped": mapped, "drafts": drafts}
+        calls = ways[options.what](options, Path(folder))
         for (way, what), seconds in time_interleaved(calls, options.rounds).items():
             print(f"{way:24} {what:20} {1e3 * min(seconds):8.2f} / {1e3 * median(seconds):.2f}")
 

@@ -47,8 +47,6 @@ DECODE_FOR = {
 # Layers of the files of a drafter's folder.
 PARTS = {
     **dict.fromkeys(("network", "target_network", "decoder_network", "config"), "nn"),
-    "compiled": "kernels.cpu",
-    "captured": "kernels.cuda",
     **dict.fromkeys(("layout", "gguf", "in_target"), "formats"),
     "drafter": "drafters",
 }
@@ -328,7 +326,7 @@ SMALL = [
         ("blockdraft.nn.cache", "from blockdraft.decode.proposal import Proposal", True),  # sideways
         ("blockdraft.unheard_of", "import torch", True),
         ("blockdraft.drafters.dflash.unheard_of", "import torch", True),
-        ("blockdraft.drafters.dflash.compiled", "from blockdraft.drafters.dflash.drafter import DRAFTER", True),
+        ("blockdraft.drafters.dflash.layout", "from blockdraft.drafters.dflash.drafter import DRAFTER", True),
         ("blockdraft.nn.cache", "from .layers import RMSNorm\nfrom . import attention", False),
         ("blockdraft.engine.stats", "from ..drafters.base import Drafter\nfrom blockdraft import targets", False),
         ("blockdraft.drafters.dflash.drafter", "from blockdraft.drafters.dflash.network import Net", False),

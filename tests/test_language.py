@@ -43,7 +43,6 @@ PHRASES = {
 # Where a target layer is a weight of a short convolution.
 CONVOLUTIONS = (
     "src/blockdraft/drafters/dflash2/",
-    "src/blockdraft/drafters/dflash/compiled.py",
     "src/blockdraft/kernels/cpu/",
     "src/blockdraft/nn/delta_net.py",
     "tests/kernels/cpu/",

@@ -3,7 +3,6 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import typer.main
@@ -17,7 +16,6 @@ from blockdraft.plugins import (
     DRAFTERS,
     KINDS,
     PACKAGES,
-    RUNNERS,
     drafter_modules,
     entry_points,
     install_hint,
@@ -25,7 +23,6 @@ from blockdraft.plugins import (
     part_names,
     plugin_names,
     plugins,
-    runner_class,
 )
 
 DRAFTER = """
@@ -112,14 +109,3 @@ def test_missing_packages_are_named(
         load_target("bundled", backend="jax")
     code, _, err = blockdraft("generate", "--drafter", "block_diffusion", "Hello")
     assert code == 2 and "pip install blockdraft-diffusion" in err
-
-
-@pytest.mark.parametrize("backend", RUNNERS)
-def test_every_runner_can_be_imported(backend: str) -> None:
-    for architecture in RUNNERS[backend]:
-        assert isinstance(runner_class(SimpleNamespace(architecture=architecture), RUNNERS[backend]), type)
-
-
-def test_other_networks_have_no_runner() -> None:
-    assert runner_class(SimpleNamespace(architecture=None), RUNNERS["compiled"]) is None
-    assert runner_class(SimpleNamespace(), RUNNERS["captured"]) is None

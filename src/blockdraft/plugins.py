@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -48,26 +47,6 @@ KINDS = {
         "mtp",
         "none",
     )
-}
-
-# Runners that are faster than torch's operations: by backend, then by `DraftNetwork.architecture`.
-RUNNERS: dict[str, dict[str, str]] = {
-    "compiled": {
-        "dflash": "blockdraft.drafters.dflash.compiled.CompiledDraftPass",
-        "dflash2": "blockdraft.drafters.dflash.compiled.CompiledConvolvedPass",
-        "dspark": "blockdraft.drafters.dflash.compiled.CompiledDraftPass",
-        "eagle3": "blockdraft.kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
-        "medusa": "blockdraft.drafters.medusa.compiled.CompiledHeads",
-        "mtp": "blockdraft.kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
-        "decoder_layer": "blockdraft.drafters.mtp.compiled.CompiledDecoderHead",
-    },
-    "captured": {
-        "dflash": "blockdraft.drafters.dflash.captured.CapturedDraftPass",
-        "dflash2": "blockdraft.drafters.dflash.captured.CapturedDraftPass",
-        "dspark": "blockdraft.drafters.dflash.captured.CapturedDraftPass",
-        "eagle3": "blockdraft.kernels.cuda.captured_autoregressive.CapturedAutoregressive",
-        "mtp": "blockdraft.kernels.cuda.captured_autoregressive.CapturedAutoregressive",
-    },
 }
 
 
@@ -143,19 +122,6 @@ def parts(part: str) -> dict[str, ModuleType]:
 
 def _has(package: ModuleType, part: str) -> bool:
     return hasattr(package, "__path__") and find_spec(f"{package.__name__}.{part}") is not None
-
-
-def runner_class(network: Any, runners: Mapping[str, str]) -> Any:
-    """Return the class that runs a draft network, or None where only torch's operations do.
-
-    Args:
-        runners: Full names of classes by `DraftNetwork.architecture`.
-    """
-    path = runners.get(getattr(network, "architecture", None) or "")
-    if path is None:
-        return None
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def plugin_names(package: str) -> list[str]:

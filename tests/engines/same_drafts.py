@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.dflash.network import DraftPass
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
+from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets import load_target, load_target_text
 from blockdraft.types import Drafting, SamplingParams
 
@@ -79,10 +79,10 @@ def _steps(committed: Sequence[int]) -> int:
 
 def first_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the context's keys of all layers the first layer's norm, as vLLM 0.32 does on CPUs (benchmarks/upstream)."""
-    begin = DraftPass.__init__
+    begin = TorchDraftRunner.__init__
 
-    def begin_alike(self: DraftPass, *given: object, **named: object) -> None:
+    def begin_alike(self: TorchDraftRunner, *given: object, **named: object) -> None:
         begin(self, *given, **named)  # type: ignore[arg-type]
         self._key_scales = self._key_scales[:1].expand_as(self._key_scales)
 
-    monkeypatch.setattr(DraftPass, "__init__", torch.no_grad()(begin_alike))
+    monkeypatch.setattr(TorchDraftRunner, "__init__", torch.no_grad()(begin_alike))

@@ -14,8 +14,8 @@ from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
-from blockdraft.nn.autoregressive import CachedAttention
 from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.nn.torch_runner import CachedAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.tools.export import Format, convert, export
 from blockdraft.types import SamplingParams
@@ -168,8 +168,8 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
 def first_draft_tokens(drafter: Any, target: Target, tokens: Tensor, hidden_states: Tensor) -> Tensor:
     """Logits of the first draft token behind every token of a text but the first."""
     count = tokens.size(1) - 1
-    alone = CachedAttention(lambda keys, values: (keys, values), torch.ones(1, count, count).tril().bool())
-    states = drafter.network(target.embed(tokens[:, 1:]), hidden_states[:, :-1], torch.arange(count)[None], alone)
+    alone = CachedAttention(lambda layer, *nodes: nodes, [torch.ones(1, count, count).tril().bool()])
+    states = drafter.network(target.embed(tokens[:, 1:]), torch.arange(count)[None], alone, hidden_states[:, :-1])
     logits: Tensor = drafter.network.logits(states, target.head)
     return logits
 

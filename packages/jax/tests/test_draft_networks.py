@@ -1,6 +1,7 @@
 """Draft networks in JAX make the same drafts as in torch."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, backends, load_target
 from blockdraft.types import LoadOptions, SamplingParams
+from blockdraft_jax.draft_runner import JaxDraftRunner
 from blockdraft_jax.model import local_layout
 
 pytestmark = pytest.mark.jax
@@ -111,3 +113,19 @@ def test_mtp(normed: bool, targets: tuple[Target, Target], tiny_mtp_dir: Path) -
     changed = {"block_size": 6, "normed_feedback": normed, "attention_bias": True}
     config = MTPConfig(**{**vars(loaded.config), **changed})
     assert_same_drafts(*(MTPDrafter(randomized(MTPNetwork(config)), target) for target in targets))
+
+
+def test_a_new_kind(targets: tuple[Target, Target], installed_plugin: Callable[..., None]) -> None:
+    """Two layers of different kinds, declared in one file of the tests."""
+    folder = Path(__file__).parents[3] / "tests/drafters/new_kind"
+    installed_plugin("mixed-layers", "[blockdraft.drafters]\nmixed = mixed_layers\n", folder)
+    ours, theirs = (load_drafter("mixed", target=target) for target in targets)
+    assert isinstance(ours._run, JaxDraftRunner)  # type: ignore[attr-defined]
+    assert_same_drafts(ours, theirs)
+    sys.modules.pop("mixed_layers")
+
+
+def test_what_jax_does_not_run(targets: tuple[Target, Target], tiny_dflash2_dir: Path, tiny_medusa_dir: Path) -> None:
+    for folder, kind in ((tiny_dflash2_dir, "convolutions"), (tiny_medusa_dir, "heads")):
+        reason = load_drafter(folder, target=targets[0]).compile_reason
+        assert reason == f"it does not know {kind}, and torch runs it on the CPU"

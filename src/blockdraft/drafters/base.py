@@ -273,7 +273,7 @@ class RunnerDrafter(Drafter):
 
     network: DraftNetwork
     _target: Target
-    _run: Any  # a `NetworkRunner`
+    _run: Any  # a `DraftRunner`
     reduced_head: ReducedHead | None = None
 
     @property

@@ -300,20 +300,24 @@ class KVCache(SequenceState):
             self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in nodes)
         return self._layers[layer]
 
+    def extend(self, layer: int, *nodes: Tensor) -> None:
+        """Write N nodes of a layer, `[B, heads, N, D]` for each of its tensors, behind the committed tokens."""
+        count = nodes[0].size(2)
+        self.check_room(count)
+        for store, new in zip(self.layer(layer, *nodes), nodes, strict=True):
+            for index, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+                store[:, start + length : start + length + count] = new[index]
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values of N nodes, `[B, heads, N, D]`, behind each sequence's committed tokens.
+        """Write keys and values of N nodes like `extend`.
 
         Returns:
             Keys and values `[B, heads, T, D]`, T = max(lengths) + N. Slots past a sequence's own nodes hold other
             numbers, so a mask must hide them; `slots` returns the slots of the nodes.
         """
-        count, (of_keys, of_values) = keys.size(2), self.layer(layer, keys, values)
-        self.check_room(count)
-        for index, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            first = start + length
-            of_keys[:, first : first + count] = keys[index]
-            of_values[:, first : first + count] = values[index]
-        return self.view(of_keys, count)[0], self.view(of_values, count)[0]
+        self.extend(layer, keys, values)
+        of_keys, of_values = self.layer(layer)
+        return self.view(of_keys, keys.size(2))[0], self.view(of_values, keys.size(2))[0]
 
     def _stores(self) -> Iterator[Tensor]:
         for stores in self._layers.values():

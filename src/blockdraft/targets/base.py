@@ -20,6 +20,7 @@ from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.layers import ReducedHead
+from blockdraft.nn.torch_runner import TorchDraftRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -170,10 +171,10 @@ class Target(Protocol):
         return DraftHost(dtype=self.dtype, embed=self.embed, target_head=self.head, own_head=head or self.draft_head)
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
-        """Return the runner of a draft network for this target.
+        """Return the runner of a draft network for this target, a `DraftRunner`.
 
-        It is the one that `plugins.RUNNERS` names for this backend, or the network's own, which uses torch's
-        operations.
+        It uses torch's operations where the backend has none of its own, or none that knows all that the network's
+        description states.
 
         Args:
             network: Draft network of any device and dtype; it is moved to those of the target.
@@ -181,7 +182,7 @@ class Target(Protocol):
             owned: Whether nobody else uses the network. A runner that packs or quantizes its weights then frees them.
         """
         network.to(device=self.device, dtype=self.dtype)
-        return network.runner(self.draft_host(head))
+        return TorchDraftRunner(network, self.draft_host(head))
 
     def forward(
         self,

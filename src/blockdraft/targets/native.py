@@ -19,9 +19,11 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.kernels.cpu.build import Build
 from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
+from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
 from blockdraft.kernels.cpu.library import Library, one_torch_thread
 from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache
 from blockdraft.kernels.cpu.threads import use_best_threads
+from blockdraft.kernels.cuda.captured_runner import CapturedDraftRunner
 from blockdraft.kernels.cuda.compiler import Compiler
 from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
 from blockdraft.machine import multiplies_bfloat16, send
@@ -33,7 +35,7 @@ from blockdraft.nn.decoder_layer import DecoderLayer, Memory
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.short_convolution import ConvolutionMemory, ConvolutionWindow
-from blockdraft.plugins import RUNNERS, runner_class
+from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets.base import TargetOutput, set_max_context
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
@@ -278,12 +280,11 @@ class NativeTarget(CheckpointTarget):
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device)
         shared, reason = vars(self.draft_host(head)), "its target is not compiled"
-        captured, compiled = (runner_class(network, RUNNERS[backend]) for backend in ("captured", "compiled"))
-        if self.captured is not None and captured is not None:
+        if self.captured is not None and CapturedDraftRunner.knows(network):
             network.to(dtype=self.dtype)
             recorder, compiler = self.captured.recorder, self.captured.compiler
-            return captured(network, CapturedHost(**shared, recorder=recorder, compiler=compiler))
-        if self.compiled is not None and compiled is not None:
+            return CapturedDraftRunner(network, CapturedHost(**shared, recorder=recorder, compiler=compiler))
+        if self.compiled is not None:
             host = CompiledHost(
                 **shared,
                 decoder=self.compiled,
@@ -292,13 +293,11 @@ class NativeTarget(CheckpointTarget):
                 head_rows=self.decoder.head.lookup,
             )
             try:
-                return compiled(network, host, owned)
+                return CompiledDraftRunner(network, host, owned)
             except NotCompiled as error:
                 reason = str(error)
-        elif self.compiled is not None:
-            reason = f"no compiled runner is registered for {type(network).__name__}"
         network.to(dtype=self.dtype)
-        return network.runner(DraftHost(**shared | {"compile_reason": reason}))
+        return TorchDraftRunner(network, DraftHost(**shared | {"compile_reason": reason}))
 
     def capture(self, recorder: Recorder, compiler: Compiler | None = None) -> None:
         """Run forward passes of few nodes as graphs from now on. Call this before the first cache and drafter are made.

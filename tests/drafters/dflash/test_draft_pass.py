@@ -15,19 +15,19 @@ import torch
 from thinned import LONG, thinned
 from torch import Tensor
 
-from blockdraft.drafters.dflash.compiled import CompiledDraftPass
-from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.kernels.cpu.build import begun, build
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
+from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_network import DraftHost
-from blockdraft.nn.layers import ReducedHead
-from blockdraft.plugins import RUNNERS, runner_class
+from blockdraft.nn.layers import ReducedHead, RMSNorm
+from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets import Target, load_target
 
-Run: TypeAlias = DraftPass | CompiledDraftPass
+Run: TypeAlias = TorchDraftRunner | CompiledDraftRunner
 
 CONFIG = DraftConfig(
     hidden_size=16,
@@ -55,6 +55,9 @@ def convolved(config: DraftConfig) -> DFlash2Config:
     return DFlash2Config(**vars(config), **sizes)  # type: ignore[arg-type]
 
 
+TOKENS = torch.empty(0)  # which the context of these networks does not depend on
+
+
 KINDS = {"plain": CONFIG, "convolved": convolved(CONFIG)}
 
 
@@ -75,15 +78,15 @@ def unused(given: Tensor) -> Tensor:
     raise AssertionError("neither embedding nor head is asked for here")
 
 
-def uncompiled(network: DFlashNetwork) -> DraftPass:
-    return DraftPass(network, DraftHost(dtype=network.fc.weight.dtype, embed=unused, target_head=unused))
+def uncompiled(network: DFlashNetwork) -> TorchDraftRunner:
+    return TorchDraftRunner(network, DraftHost(dtype=network.fc.weight.dtype, embed=unused, target_head=unused))
 
 
-def compiled(network: DFlashNetwork) -> CompiledDraftPass:
+def compiled(network: DFlashNetwork) -> CompiledDraftRunner:
     dtype = network.fc.weight.dtype
     decoder: Any = SimpleNamespace(library=build(dtype, dtype, 8, inputs=dtype).library())
     own = {"embed": unused, "target_head": unused, "own_head": unused}
-    made: CompiledDraftPass = runner_class(network, RUNNERS["compiled"])(
+    made: CompiledDraftRunner = CompiledDraftRunner(
         network, CompiledHost(dtype=dtype, decoder=decoder, head_dim=8, **own)
     )
     return made
@@ -131,16 +134,30 @@ def test_the_same_as_the_network(
     make: Callable[[DFlashNetwork], Run],
 ) -> None:
     if plain_layers:  # those of most checkpoints, which go without a mask where rows are of one length
-        network.config = replace(network.config, layers=(LayerAttention(False, None),) * 3)
+        network = made_network(replace(network.config, layers=(LayerAttention(False, None),) * 3))
     hidden_states, blocks = torch.randn(len(lengths), 9, 32), torch.randn(len(lengths), 4, 16)
     expected = [twin(network, f[:n], b, window) for f, b, n in zip(hidden_states, blocks, lengths, strict=True)]
     run, state = make(network), KVCache(len(lengths), 16)
     for begin, end in ((0, 3), (3, 9)):  # the rows part in the second half
-        run.observe(state, hidden_states[:, begin : max(min(max(lengths), end), begin + 1)])
+        run.observe(state, TOKENS, hidden_states[:, begin : max(min(max(lengths), end), begin + 1)])
         state.commit([range(max(min(length, end) - begin, 0)) for length in lengths])
     assert state.lengths == lengths
     for _ in range(2):  # a pass leaves no trace
-        torch.testing.assert_close(run(state, blocks, window), torch.stack(expected), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(run.block_pass(state, blocks, window), torch.stack(expected), atol=1e-5, rtol=1e-4)
+
+
+def test_norms_before_fc(make: Callable[[DFlashNetwork], Run]) -> None:
+    """Norms of the target's hidden states, which a description may add to any network."""
+    network: Any = made_network(CONFIG)
+    network.input_norm = RMSNorm(32, 1e-6).requires_grad_(False)
+    network.input_norm.weight += 0.3 * torch.randn(32)
+    network.description = replace(network.description, fusing_norms=("input_norm",))
+    hidden_states, block = 4 * torch.randn(1, 9, 32), torch.randn(1, 4, 16)
+    expected = twin(network, network.input_norm(hidden_states)[0], block[0], None)
+    run, state = make(network), KVCache(1, 16)
+    run.observe(state, TOKENS, hidden_states)
+    state.commit([range(9)])
+    torch.testing.assert_close(run.block_pass(state, block)[0], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_more_context_than_rotary_angles_were_made_for(
@@ -149,11 +166,11 @@ def test_more_context_than_rotary_angles_were_made_for(
     run = make(network)
     for capacity in (16, 2000):
         state, hidden_states, block = KVCache(1, capacity), torch.randn(1, capacity - 4, 32), torch.randn(1, 4, 16)
-        run.observe(state, hidden_states)
+        run.observe(state, TOKENS, hidden_states)
         state.commit([range(capacity - 4)])
-        assert torch.isfinite(run(state, block, window=8)).all()
+        assert torch.isfinite(run.block_pass(state, block, window=8)).all()
     last = twin(network, hidden_states[0], block[0], window=8)
-    torch.testing.assert_close(run(state, block, window=8)[0], last, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(run.block_pass(state, block, window=8)[0], last, atol=1e-4, rtol=1e-3)
 
 
 def test_memory_is_shared_and_checkpoints_stay(network: DFlashNetwork) -> None:
@@ -183,9 +200,9 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
     actual = []
     for run in (compiled(network), uncompiled(network)):
         state = KVCache(3, 64)
-        run.observe(state, hidden_states)
+        run.observe(state, TOKENS, hidden_states)
         state.commit([range(length) for length in lengths])
-        outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
+        outputs = [run.block_pass(state, blocks, window) for window in (None, 1, 6, 25)]
         stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.starts]
         outputs.append(torch.cat([store.flatten() for store in stores]))
         actual.append(outputs)
@@ -199,27 +216,27 @@ def test_compiled_sequences_have_the_same_bits_alone_and_in_a_batch(network: DFl
     run, lengths = compiled(network), [3, 40, 17]
     hidden_states, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
     state = KVCache(3, 64)
-    run.observe(state, hidden_states)
+    run.observe(state, TOKENS, hidden_states)
     state.commit([range(length) for length in lengths])
-    together = run(state, blocks)
+    together = run.block_pass(state, blocks)
     for row, length in enumerate(lengths):
         alone = KVCache(1, 64)
         for slot in range(length):
-            run.observe(alone, hidden_states[row : row + 1, slot : slot + 1])
+            run.observe(alone, TOKENS, hidden_states[row : row + 1, slot : slot + 1])
             alone.commit([[0]])
-        assert torch.equal(run(alone, blocks[row : row + 1])[0], together[row])
+        assert torch.equal(run.block_pass(alone, blocks[row : row + 1])[0], together[row])
 
 
 def test_threads_share_the_work_without_meeting(network: DFlashNetwork) -> None:
     run, threads = compiled(network), torch.get_num_threads()
     hidden_states, blocks = torch.randn(3, 9, 32), torch.randn(3, 4, 16)
     state = KVCache(3, 16)
-    run.observe(state, hidden_states)
+    run.observe(state, TOKENS, hidden_states)
     state.commit([range(9)] * 3)
-    expected = run(state, blocks)
+    expected = run.block_pass(state, blocks)
     try:
         torch.set_num_threads(4)
-        assert all(torch.equal(run(state, blocks), expected) for _ in range(50))
+        assert all(torch.equal(run.block_pass(state, blocks), expected) for _ in range(50))
     finally:
         torch.set_num_threads(threads)
 
@@ -234,7 +251,7 @@ def test_sequences_at_any_slots_equal_those_side_by_side(
     """Rows between others, whose numbers must not be read. Compiled, the bits are the same."""
     run, hidden_states, blocks = make(network), torch.randn(3, 13, 32), torch.randn(3, 4, 16)
     together, apart = run.new_state(3, 46), scatter(run.new_state(1, 120), *PLACES)
-    run.observe(apart, hidden_states[:, :1])  # so that it has memory
+    run.observe(apart, TOKENS, hidden_states[:, :1])  # so that it has memory
     store = apart._layers[0][0]
     inside = torch.zeros(120, dtype=torch.bool)
     for row, capacity in PLACES:
@@ -242,12 +259,12 @@ def test_sequences_at_any_slots_equal_those_side_by_side(
     store[:, :, ~inside] = torch.nan
     for begin, end, lengths in ((0, 7, [7, 3, 5]), (7, 13, [6, 1, 2])):
         for state in (together, apart):
-            run.observe(state, hidden_states[:, begin:end])
+            run.observe(state, TOKENS, hidden_states[:, begin:end])
             state.commit([range(length) for length in lengths])
-        expected, actual = run(together, blocks, window), run(apart, blocks, window)
-        tolerance = 1e-5 if isinstance(run, DraftPass) else 0.0
+        expected, actual = run.block_pass(together, blocks, window), run.block_pass(apart, blocks, window)
+        tolerance = 1e-5 if isinstance(run, TorchDraftRunner) else 0.0
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-        one = run(apart.of([3]), blocks[1:2], window)
+        one = run.block_pass(apart.of([3]), blocks[1:2], window)
         torch.testing.assert_close(one, expected[1:2], atol=tolerance, rtol=tolerance)
     assert store[:, :, ~inside].isnan().all()
 
@@ -259,12 +276,12 @@ def test_a_context_that_does_not_fit_is_refused(
     run = make(network)
     state = scatter(run.new_state(1, 60), (20, 30), (4, 16))
     with pytest.raises(AssertionError, match="17 slots needed, 16 allocated"):
-        run.observe(state, torch.randn(2, 17, 32))
-    run.observe(state, torch.randn(2, 13, 32))
+        run.observe(state, TOKENS, torch.randn(2, 17, 32))
+    run.observe(state, TOKENS, torch.randn(2, 13, 32))
     state.commit([range(13)] * 2)
     with pytest.raises(AssertionError, match="17 slots needed, 16 allocated"):
-        run(state, torch.randn(2, 4, 16))
-    run(state, torch.randn(2, 3, 16))
+        run.block_pass(state, torch.randn(2, 4, 16))
+    run.block_pass(state, torch.randn(2, 3, 16))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -277,13 +294,13 @@ def test_draft_tokens_are_the_pass_and_the_head_in_one_call(
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_dim": 8}
     network = made_network(replace(KINDS[kind], **sizes)).to(target.dtype)  # type: ignore[arg-type]
     run = target.runner(network)
-    assert isinstance(run, CompiledDraftPass)
+    assert isinstance(run, CompiledDraftRunner)
     state = KVCache(2, 64)
-    run.observe(state, torch.randn(2, 9, 2 * target.hidden_size))
+    run.observe(state, TOKENS, torch.randn(2, 9, 2 * target.hidden_size))
     state.commit([range(9), range(4)])
     tokens = torch.tensor([[7, 1, 1, 1, 1], [9, 1, 1, 1, 1]])
     for window in (None, 3):
-        expected = run(state, target.embed(tokens), window)[:, first:]
+        expected = run.block_pass(state, target.embed(tokens), window)[:, first:]
         hidden, logits = run.draft_tokens(state, tokens, first, window)
         assert torch.equal(hidden, expected) and logits.dtype == torch.float32
         # A head outside the call reads hidden states that are rounded to the dtype.
@@ -298,11 +315,11 @@ def compiled_pass(
     owned: bool = False,
     dtype: torch.dtype | None = None,
     bits: int | None = None,
-) -> CompiledDraftPass:
+) -> CompiledDraftRunner:
     """Return the compiled runner, with options that need not be the target's."""
     own: Any = vars(target.draft_host(head)) | {"dtype": dtype or network.fc.weight.dtype}
     host = CompiledHost(**own, decoder=target.compiled, head_dim=8, bits=bits)  # type: ignore[attr-defined]
-    made: CompiledDraftPass = runner_class(network, RUNNERS["compiled"])(network, host, owned)
+    made: CompiledDraftRunner = CompiledDraftRunner(network, host, owned)
     return made
 
 
@@ -320,10 +337,14 @@ def test_a_head_of_part_of_the_vocabulary_is_packed_into_the_same_call(
     run = compiled_pass(network, target, own, owned=True)
     assert own.nbytes == 0  # its weight is freed
     state = run.new_state(1, 20)
-    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    run.observe(state, TOKENS, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
     hidden, logits = run.draft_tokens(state, tokens, 1)
-    assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and logits.shape == (1, 3, target.vocab_size)
+    assert torch.equal(hidden, run.block_pass(state, target.embed(tokens))[:, 1:]) and logits.shape == (
+        1,
+        3,
+        target.vocab_size,
+    )
     assert (logits[..., kept] > -torch.inf).all() and (logits > -torch.inf).sum() == 3 * 37
     tolerance = 1e-4 if target.dtype == torch.float32 else 0.1
     expected = before(hidden).float()[..., kept]
@@ -343,10 +364,10 @@ def test_a_head_that_is_not_in_the_library_is_called(
         monkeypatch.setattr(target, "head", lambda hidden: 3 * hidden)
     run = compiled_pass(network, target, head, dtype=torch.float32)
     state, tokens = run.new_state(1, 20), torch.tensor([[7, 1, 1]])
-    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    run.observe(state, TOKENS, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
     hidden, logits = run.draft_tokens(state, tokens, 1)
-    assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and torch.equal(logits, 3 * hidden)
+    assert torch.equal(hidden, run.block_pass(state, target.embed(tokens))[:, 1:]) and torch.equal(logits, 3 * hidden)
 
 
 @pytest.mark.parametrize(("head_dim", "bits"), [(8, 4), (4, None)])
@@ -362,7 +383,7 @@ def test_quantized_if_the_targets_library_supports_the_head_size(
     run = compiled_pass(network, target, bits=4)
     assert run.bits == bits
     state = run.new_state(1, 20)
-    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    run.observe(state, TOKENS, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
     assert run.draft_tokens(state, torch.tensor([[7, 1, 1]]), 1)[1].isfinite().all()
 
@@ -372,23 +393,25 @@ def test_what_is_compiled_and_what_is_not(
 ) -> None:
     target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     plain = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
-    assert isinstance(target.runner(deepcopy(network)), CompiledDraftPass)
-    assert isinstance(plain.runner(deepcopy(network)), DraftPass)
+    assert isinstance(target.runner(deepcopy(network)), CompiledDraftRunner)
+    assert isinstance(plain.runner(deepcopy(network)), TorchDraftRunner)
+    bare = DFlashNetwork(CONFIG)
+    bare.description = replace(bare.description, fused_norm=None)
+    assert target.runner(bare).compile_reason == "it does not know contexts without a norm"
     odd = target.runner(DFlashNetwork(replace(CONFIG, head_dim=6)))
-    assert isinstance(odd, DraftPass) and "heads of 6" in (odd.compile_reason or "")
+    assert isinstance(odd, TorchDraftRunner) and "heads of 6" in (odd.compile_reason or "")
     with pytest.raises(NotCompiled, match="float16"):
         compiled_pass(DFlashNetwork(CONFIG), target, dtype=torch.float16)
 
-    class Other(DFlashNetwork):
-        architecture = None
-
-    other = target.runner(Other(CONFIG))
-    assert isinstance(other, DraftPass) and other.compile_reason == "no compiled runner is registered for Other"
+    other = DFlashNetwork(CONFIG)
+    other.description = replace(other.description, torch_only="recurrent layers")
+    run = target.runner(other)
+    assert isinstance(run, TorchDraftRunner) and run.compile_reason == "it does not know recurrent layers"
     assert not caplog.messages
     monkeypatch.setenv("CC", "no-such-compiler")
     begun.cache_clear()
     try:
-        assert isinstance(target.runner(network), DraftPass)
+        assert isinstance(target.runner(network), TorchDraftRunner)
     finally:
         begun.cache_clear()
     [message] = caplog.messages
@@ -410,6 +433,9 @@ def test_weights_of_an_owned_network_are_freed(tiny_target_dir: Path, dtype: tor
     block = torch.randn(1, 5, CONFIG.hidden_size)
     states = [runner.new_state(1, 32) for runner in (run, kept)]
     for runner, state in zip((run, kept), states, strict=True):
-        runner.observe(state, hidden_states)
+        runner.observe(state, TOKENS, hidden_states)
         state.commit([range(7)])
-    assert torch.equal(run(states[0], block), kept(states[1], block)) and run.weight_bytes() == kept.weight_bytes()
+    assert (
+        torch.equal(run.block_pass(states[0], block), kept.block_pass(states[1], block))
+        and run.weight_bytes() == kept.weight_bytes()
+    )

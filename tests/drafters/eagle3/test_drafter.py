@@ -286,7 +286,7 @@ def test_costs_that_cut_a_tree_save_passes(drafter: Eagle3Drafter, monkeypatch: 
 
     monkeypatch.setattr(drafter._run, "nodes", Recorded)
     sizes, passes = list[int](), list[list[int]]()
-    for each in (0.0, 0.02):
+    for each in (0.0, 0.05):
         widths.clear()
         plan = TreePlan(6, [SamplingParams()], 12, step_seconds=[1 + each * n for n in range(13)])
         proposal = drafter.propose(state, torch.tensor([40]), plan)

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu import library
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder, why_not
+from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
 from blockdraft.kernels.cpu.library import CallFields, LinearFields, ModelFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import decoder_config, load_target
@@ -207,7 +207,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
     target: Any = load_target(target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     drafter: Any = load_drafter(drafter_dir, target=target)
     decoder, run = target.compiled, drafter._run
-    assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftPass)
+    assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftRunner)
     store = torch.zeros(3, 4, 16, 8)
     state, cache = KVCache(2, 8), KVCache(2, 8)
     for rows in (state, cache):
@@ -232,7 +232,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
         ("rows", ROWS, rows_run, next_rows),
         ("forward", FORWARD, decoder, forward),
         ("mixture", MIXTURE, mixture.compiled, lambda: forward(mixture.compiled)),
-        ("context", CONTEXT, run, lambda: run.observe(state, torch.zeros(2, 3, 64))),
+        ("context", CONTEXT, run, lambda: run.observe(state, torch.empty(0), torch.zeros(2, 3, 64))),
         ("pass", BOTH, run, lambda: run.draft_tokens(state, torch.zeros(2, 3, dtype=torch.int64), 1)),
     ):
         real = user.library

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft import Engine, SamplingParams, load_drafter
-from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.formats import Trained, zlab
 from blockdraft.kernels.cpu.build import build
+from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
 from blockdraft.targets import Target, load_target, native, native_files
 from blockdraft.types import Drafting
 
@@ -112,7 +112,7 @@ def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(roun
     target = load_target(dtype="float32", device="cpu", quantize="int4", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)
     run = drafter._run
-    assert isinstance(run, CompiledDraftPass)
+    assert isinstance(run, CompiledDraftRunner)
     assert {packed.bits for packed in run._packed} == {4 if round_drafters else None}
     assert (run.library is target.compiled.library) == round_drafters  # type: ignore[attr-defined]
     answers = [

@@ -151,16 +151,23 @@ class CacheView:
         return jnp.where(self._committed(memory)[:, None, :, None], cut(begin), 0)
 
     def masks(
-        self, memory: Array, positions: Array, within: Array, window: int | None, latest: Array | None = None
+        self,
+        memory: Array,
+        positions: Array,
+        within: Array,
+        window: int | None,
+        latest: Array | None = None,
+        others: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return the attention masks of nodes at `positions` `[B, N]`.
 
-        One is over KV slots, `[B, N, S]`, the other over nodes, `[B, N, N]`.
+        One is over KV slots, `[B, N, S]`, the other over nodes, `[B, N, M]`.
 
         Args:
-            within: `[B, N, N]`, the nodes that each node attends to, apart from a window.
+            within: `[B, N, M]`, the nodes that each node attends to, apart from a window.
             window: Sliding window in tokens; None is full attention.
             latest: Number of the last committed tokens that are visible; None is all.
+            others: Positions `[B, M]` of the nodes that may be attended to; None are the same nodes.
         """
         slot = self._window(memory)[1][:, None]
         visible = self._committed(memory)[:, None]
@@ -168,7 +175,8 @@ class CacheView:
             visible = visible & (self.lengths[:, None, None] - slot <= latest)
         if window is not None:
             visible = visible & (positions[:, :, None] - slot < window)
-            within = within & (jnp.abs(positions[:, :, None] - positions[:, None]) < window)
+            others = positions if others is None else others
+            within = within & (jnp.abs(positions[:, :, None] - others[:, None]) < window)
         return jnp.broadcast_to(visible, (*positions.shape, self.slots)), within
 
     def _committed(self, memory: Array) -> Array:
@@ -290,8 +298,8 @@ class Decoder:
             )
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        if self.config.qk_norm:
-            names = self.config.norms(layer)
+        names = self.config.norms(layer)
+        if self.config.qk_norm and names["query"] in params:  # layers of draft networks may differ
             q, k = self.norm(params, names["query"], q), self.norm(params, names["key"], k)
         heads = zip((rotate(q, *rotation), rotate(k, *rotation), v), ("heads", "kv_heads", "kv_heads"), strict=True)
         return [self.layout.place(x, None, None, axis, None) for x, axis in heads]

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.nn.draft_network import DraftNetwork
-from blockdraft.plugins import runner_class
+from blockdraft.nn.draft_network import DraftNetwork, LayeredNetwork
+from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets.base import NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import (
     CheckpointTarget,
@@ -35,17 +35,10 @@ from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import open_weights
 from blockdraft.types import LoadOptions
 from blockdraft_jax.cache import JaxCache, JaxTensor
-from blockdraft_jax.draft_runner import JaxHost
+from blockdraft_jax.draft_runner import KNOWN, JaxDraftRunner, JaxHost
 from blockdraft_jax.model import Array, Decoder, Layout, as_numpy, bucket, embed, jax, jnp, load_params, local_layout
 
 RANK = None  # never chosen automatically
-# Runners of draft networks, by `DraftNetwork.architecture`.
-RUNNERS = {
-    "dflash": "blockdraft_jax.dflash.JaxDraftPass",
-    "dspark": "blockdraft_jax.dflash.JaxDraftPass",
-    "eagle3": "blockdraft_jax.eagle3.JaxEagle3",
-    "mtp": "blockdraft_jax.mtp.JaxMTP",
-}
 
 
 def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -> JaxTarget:
@@ -207,12 +200,13 @@ class JaxTarget(CheckpointTarget):
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device, dtype=self.dtype)
-        runner, host = runner_class(network, RUNNERS), self.draft_host(head)
-        if runner is not None:
-            return runner(network, JaxHost(**vars(host), decoder=self.decoder, params=self.params))
-        reason = f"JAX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
+        host, why_not = self.draft_host(head), network.description.why_not(KNOWN)
+        if why_not is None:
+            network_in_jax = cast(LayeredNetwork, network)
+            return JaxDraftRunner(network_in_jax, JaxHost(**vars(host), decoder=self.decoder, params=self.params))
+        reason = f"{why_not}, and torch runs it on the CPU"
         logging.getLogger(__name__).warning("The drafter is not run by JAX: %s.", reason)
-        return network.runner(replace(host, compile_reason=reason))
+        return TorchDraftRunner(network, replace(host, compile_reason=reason))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.params.items():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.nn.cache import KVCache
-from blockdraft_mlx.tensor import Array, MLXTensor, computing, mx
+from blockdraft_mlx.tensor import Array, MLXTensor, computing, in_mlx, mx
 
 
 class MLXCache(KVCache):
@@ -33,20 +32,24 @@ class MLXCache(KVCache):
         with computing():
             super().commit(path)
 
-    def extend(self, layer: int, *nodes: Array) -> list[Array]:
-        """Write nodes `[B, heads, N, D]` behind the committed tokens, and return what `read` returns with them."""
-        count = nodes[0].shape[2]
-        stores: Any = self.layer(layer, *map(MLXTensor, nodes))
+    def extend(self, layer: int, *nodes: Tensor) -> None:
+        arrays = [in_mlx(new) for new in nodes]
+        count, stores = arrays[0].shape[2], [in_mlx(store) for store in self.layer(layer, *map(MLXTensor, arrays))]
         self.check_room(count)
-        for store, new in zip(stores, nodes, strict=True):
-            if len(self.starts) == 1:
-                first = self.starts[0] + self.lengths[0]
-                store.array[:, first : first + count] = new[0]
-            else:
-                firsts = torch.tensor(self.starts) + torch.tensor(self.lengths)
-                at = mx.array((firsts[:, None] + torch.arange(count)).numpy())
-                store.array[:, at] = new.swapaxes(0, 1)
-        return self.read(layer, count)
+        with computing():
+            for store, new in zip(stores, arrays, strict=True):
+                if len(self.starts) == 1:
+                    first = self.starts[0] + self.lengths[0]
+                    store[:, first : first + count] = new[0]
+                else:
+                    firsts = torch.tensor(self.starts) + torch.tensor(self.lengths)
+                    at = mx.array((firsts[:, None] + torch.arange(count)).numpy())
+                    store[:, at] = new.swapaxes(0, 1)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.extend(layer, keys, values)
+        of_keys, of_values = self.read(layer, keys.size(2))
+        return MLXTensor(of_keys), MLXTensor(of_values)
 
     def read(self, layer: int, count: int = 0, first: int = 0) -> list[Array]:
         """Return keys and values of all sequences, `[B, heads, T, D]` each, from their KV slot `first` on.

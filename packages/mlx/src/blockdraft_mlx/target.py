@@ -30,7 +30,7 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.foreign_tensor import in_torch
-from blockdraft.plugins import runner_class
+from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets.base import NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import (
     CheckpointTarget,
@@ -44,6 +44,7 @@ from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import weight_files
 from blockdraft.types import LoadOptions
 from blockdraft_mlx.cache import MLXCache
+from blockdraft_mlx.draft_runner import KNOWN, MLXDraftRunner
 from blockdraft_mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, mx, quantize_weight
 
 log = logging.getLogger(__name__)
@@ -52,14 +53,6 @@ INSTALL = "pip install blockdraft-mlx"
 IS_APPLE = platform.system() == "Darwin" and platform.machine() == "arm64"
 # On Apple silicon it is the first choice; elsewhere it is never chosen automatically.
 RANK = -1 if IS_APPLE and importlib.util.find_spec("mlx_lm") else None
-# Runners of draft networks, by `DraftNetwork.architecture`.
-RUNNERS = {
-    "dflash": "blockdraft_mlx.dflash.MLXDraftPass",
-    "dflash2": "blockdraft_mlx.dflash.MLXDraftPass",
-    "dspark": "blockdraft_mlx.dflash.MLXDraftPass",
-    "eagle3": "blockdraft_mlx.autoregressive.MLXAutoregressive",
-    "mtp": "blockdraft_mlx.autoregressive.MLXAutoregressive",
-}
 TREE_CHECK = ([3, 5, 7, 9], [-1, 0, 0, 2])  # tokens and parents of the tree that checks a model
 TOLERANCE = {torch.float32: 1e-3}  # difference of a node's logits relative to the largest; 0.05 in half precision
 
@@ -166,7 +159,9 @@ class LayerCache:
         self._nodes, self._layer, self.offset = nodes, layer, nodes.offset
 
     def update_and_fetch(self, keys: Array, values: Array) -> list[Array]:
-        return self._nodes.cache.extend(self._layer, keys, values)
+        cache = self._nodes.cache
+        cache.extend(self._layer, MLXTensor(keys), MLXTensor(values))
+        return cache.read(self._layer, keys.shape[2])
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Any:
         return self._nodes.mask(window_size, return_array)
@@ -383,9 +378,10 @@ class MLXTarget(CheckpointTarget):
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device, dtype=self.dtype)
-        runner, host = runner_class(network, RUNNERS), self.draft_host(head)
-        if runner is None:
-            reason = f"MLX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
+        host = self.draft_host(head)
+        why_not = network.description.why_not(KNOWN)
+        if why_not is not None:
+            reason = f"{why_not}, and torch runs it on the CPU"
             log.warning("The drafter is not run by MLX: %s.", reason)
             host = replace(
                 host,
@@ -393,8 +389,8 @@ class MLXTarget(CheckpointTarget):
                 target_head=lambda hidden: in_torch(self.head(hidden)),
                 compile_reason=reason,
             )
-            return InTorch(network.runner(host))
-        run = runner(network, host)
+            return InTorch(TorchDraftRunner(network, host))
+        run = MLXDraftRunner(network, host)
         if owned and self._bits and self._round_drafters:
             run.bits = self._bits
             for module in network.modules():

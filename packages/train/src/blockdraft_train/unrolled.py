@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.nn.attention import attend
-from blockdraft.nn.autoregressive import AutoregressiveNetwork
+from blockdraft.nn.draft_network import LayeredNetwork
 from blockdraft.targets import Target
 from blockdraft_train.batches import PackedSequences
 
 
-def unrolled(
-    network: AutoregressiveNetwork, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences
-) -> Tensor:
-    """Unroll the network over K steps from each anchor.
+def unrolled(network: LayeredNetwork, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences) -> Tensor:
+    """Unroll a network of pairs with one layer over K steps from each anchor.
 
     All steps get the tokens of the data. The first step gets the target's hidden state of the token before the anchor,
     and each later one the network's own state of the step before it. A step attends to its document's tokens before the
@@ -38,7 +36,7 @@ def unrolled(
     visible = same_BAS & (places < sequences.anchors_BA.unsqueeze(2)) & ~begins_BS.unsqueeze(1)
     own = torch.eye(anchors_BA.size(1), dtype=torch.bool, device=fused.device).expand(len(anchors_BA), -1, -1)
 
-    def attention(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+    def attention(layer: int, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
         nonlocal keys, values, visible
         keys, values = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
         visible = torch.cat([visible, own], dim=2)
@@ -50,6 +48,6 @@ def unrolled(
     states = []
     for step, tokens_BA in enumerate(sequences.tokens_BAL[:, :, :-1].unbind(dim=2)):
         positions = (positions_BA + step).clamp(min=0)
-        states.append(network(target.embed(tokens_BA).float(), hidden_state, positions, attention))
+        states.append(network(target.embed(tokens_BA).float(), positions, attention, hidden_state))
         hidden_state = network.fed_on(states[-1])
     return torch.stack(states, dim=2)

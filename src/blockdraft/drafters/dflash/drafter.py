@@ -21,11 +21,12 @@ from blockdraft.drafters.base import (
     filled_network,
     read_fitting,
 )
-from blockdraft.drafters.dflash.network import DFlashNetwork, DraftRunner
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
@@ -80,7 +81,7 @@ class DFlashDrafter(RunnerDrafter):
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
         mark(OBSERVE)
-        self._run.observe(state, hidden_states)
+        self._run.observe(state, tokens, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 

@@ -81,7 +81,10 @@ class ConvolvedLayer(DraftLayer):
         self.attention_conv = DynamicConv(config)
         self.mlp_conv = DynamicConv(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, pairs: Tensor | None = None
+    ) -> Tensor:
+        assert pairs is None, "convolutions are for whole blocks"
         x = x + self.attention_conv(self.input_layernorm(x), lambda y: self.self_attn(y, cos, sin, layer, attend))
         out: Tensor = x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
         return out
@@ -120,9 +123,9 @@ class CandidateSelector(nn.Module):
 class DFlash2Network(DFlashNetwork):
     """DFlash v1 with convolutions and a candidate selector. Parameters of v1 keep their names."""
 
-    architecture = "dflash2"
     config_class: type[DraftConfig] = DFlash2Config
     layer_class: type[DraftLayer] = ConvolvedLayer
+    convolved = True
     config: DFlash2Config
 
     def __init__(self, config: DFlash2Config) -> None:

@@ -69,7 +69,6 @@ class ConfidenceHead(nn.Module):
 class DSparkNetwork(DFlashNetwork):
     """DFlash v1 with two heads. Parameters of v1 keep their names."""
 
-    architecture = "dspark"
     config_class: type[DraftConfig] = DSparkConfig
     config: DSparkConfig
 

@@ -20,8 +20,9 @@ from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, fill
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import find_layout
-from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, AutoregressiveRunner, DraftNodes
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_network import LayeredNetwork
+from blockdraft.nn.draft_runner import WIDTH, DraftNodes, DraftRunner
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, DRAFT_CHOICE, OBSERVE, mark
 
@@ -29,7 +30,7 @@ from blockdraft.timing import CONTEXT, DRAFT_CHOICE, OBSERVE, mark
 class Eagle3Drafter(RunnerDrafter):
     """Drafts with an EAGLE-3 network. The embedding is the target's.
 
-    The state has a KV slot for each token of a sequence; see `AutoregressiveRunner`. Entries of draft tokens read the
+    The state has a KV slot for each token of a sequence; see `nn/draft_runner.py`. Entries of draft tokens read the
     network's own hidden states. They are dropped at the end of a step, and accepted tokens are observed with the
     target's hidden states like any other token.
 
@@ -48,14 +49,12 @@ class Eagle3Drafter(RunnerDrafter):
 
     chooses_tree_size = chooses_length = True
 
-    def __init__(
-        self, network: AutoregressiveNetwork, target: Target, path: Path | None = None, owned: bool = False
-    ) -> None:
+    def __init__(self, network: LayeredNetwork, target: Target, path: Path | None = None, owned: bool = False) -> None:
         self.network = network.to(target.device, target.dtype).eval()
         self.config, self.path = network.config, path
         self.target_layers, self.block_size = self.config.target_layers, self.config.block_size
         self._target, self._own_kept = target, self.network.kept
-        self._run: AutoregressiveRunner = target.runner(self.network, owned=owned)
+        self._run: DraftRunner = target.runner(self.network, owned=owned)
 
     @property
     def _kept(self) -> Tensor:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork, LayerParts
 from blockdraft.nn.draft_config import check_fields, check_shape, need
-from blockdraft.nn.draft_network import DraftAttention
-from blockdraft.nn.layers import GatedMLP, RMSNorm
+from blockdraft.nn.draft_network import DraftDescription, DraftLayer, DraftLayerKind, LayeredNetwork
+from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.rotary import Rotary
 
 BLOCK_SIZE = 8  # default for checkpoints without one: the anchor, and as many steps as training usually unrolls
@@ -54,31 +52,22 @@ class Eagle3Config:
         need(not (self.fc_norm and self.norm_before_fc), "fc_norm", True, "false where norm_before_fc is true")
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DraftLayer):
+    """Layer that reads pairs. Its input norm is that of their embeddings, and `hidden_norm` that of hidden states."""
+
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.self_attn = DraftAttention(config, 2 * config.hidden_size, config.qk_norm)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, 2 * config.hidden_size, config.qk_norm)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def entries(self, embedded: Tensor, normed: Tensor) -> Tensor:
-        """Return entries `[B, N, 2 * H]`: normed embeddings and normed hidden states, concatenated."""
-        first: Tensor = self.input_layernorm(embedded)
-        return torch.cat([first, normed.to(first.dtype)], dim=-1)
 
 
-class Eagle3Network(AutoregressiveNetwork):
+class Eagle3Network(LayeredNetwork):
     """EAGLE-3's network: `fc`, norms, one layer that reads entries, and a head. The target lends its embedding.
 
     Parameter names equal the tensor names of SafeAILab's and SpecForge's checkpoints, so `state_dict` is the
     checkpoint without `t2d`, which follows from `d2t`.
     """
 
-    architecture = "eagle3"
     config: Eagle3Config
-    fc: nn.Linear
     d2t: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -95,19 +84,17 @@ class Eagle3Network(AutoregressiveNetwork):
         # Token i of the draft vocabulary is the target's token i + d2t[i].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
-
-    @property
-    def layer_parts(self) -> LayerParts:
-        return LayerParts(
-            layer=self.midlayer,
-            token_norm=self.midlayer.input_layernorm,
-            hidden_state_norm=self.midlayer.hidden_norm,
-            norm=self.norm,
-            rotary=self.rotary,
-            normed_target_layers=self.normed_target_layers,
-            normed_stream=self.config.norm_before_residual,
-            normed_feedback=self.config.norm_output,
-            tied_head=self.config.tied_head,
+        fusing = [f"fc_norm.{index}" for index in range(len(config.target_layers))] if config.fc_norm else []
+        self.description = DraftDescription(
+            layers=(DraftLayerKind("midlayer"),),
+            entry="pair",
+            fusing_norms=("input_norm",) if config.norm_before_fc else tuple(fusing),
+            token_norm="midlayer.input_layernorm",
+            hidden_state_norm="midlayer.hidden_norm",
+            head="lm_head",
+            tied_head=config.tied_head,
+            normed_stream=config.norm_before_residual,
+            normed_feedback=config.norm_output,
         )
 
     @property
@@ -117,38 +104,6 @@ class Eagle3Network(AutoregressiveNetwork):
     def keep(self, tokens: Tensor) -> None:
         """Set the draft vocabulary to these tokens of the target, `[Vd]` int64."""
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
-
-    def normed_target_layers(self, hidden_states: Tensor) -> Tensor:
-        """Return the input of `fc`, from the target layers' hidden states `[..., m * H]`."""
-        if self.config.fc_norm:
-            target_layers = hidden_states.chunk(len(self.config.target_layers), dim=-1)
-            return torch.cat(
-                [norm(target_layer) for norm, target_layer in zip(self.fc_norm, target_layers, strict=True)], dim=-1
-            )
-        return cast(Tensor, self.input_norm(hidden_states)) if self.config.norm_before_fc else hidden_states
-
-    def fuse(self, hidden_states: Tensor) -> Tensor:
-        return cast(Tensor, self.fc(self.normed_target_layers(hidden_states)))
-
-    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.midlayer
-        entries = layer.entries(embedded, layer.hidden_norm(hidden_state))
-        return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
-
-    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        layer = self.midlayer
-        normed = layer.hidden_norm(hidden_state)
-        entries = layer.entries(embedded, normed)
-        angles = self.rotary(positions, entries.dtype)
-        out = layer.self_attn(entries, *angles, 0, lambda layer, *heads: attend(*heads))
-        x = (normed if self.config.norm_before_residual else hidden_state) + out
-        return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
-
-    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
-        return cast(Tensor, self.lm_head(self.norm(hidden)))
-
-    def fed_on(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
 
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, read_network
 from blockdraft.drafters.dflash.drafter import independent_draft_tokens
-from blockdraft.drafters.medusa.network import HeadRunner, MedusaNetwork
+from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.formats import find_layout
-from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, OBSERVE, mark
 
@@ -47,19 +47,13 @@ class MedusaDrafter(RunnerDrafter):
         self.block_size = network.config.num_heads + 1
         self.has_target_head = network.config.shared_head
         self._target = target
-        self._run: HeadRunner = target.runner(self.network, owned=owned)
-        self._like = torch.empty(0, dtype=target.dtype, device=target.device)
+        self._run: DraftRunner = target.runner(self.network, owned=owned)
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
         mark(OBSERVE)
-        # Only the last token's hidden state is read, but any token may become the last one of a sequence with this
-        # prefix.
-        known, count = self._known(state), hidden_states.size(1)
-        state.check_room(count)
-        for start, length, nodes in zip(state.starts, state.lengths, hidden_states, strict=True):
-            known[start + length : start + length + count] = nodes
+        self._run.observe(state, tokens, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -68,13 +62,8 @@ class MedusaDrafter(RunnerDrafter):
         if plan.block_size == 1:
             return chain(anchor[:, None])
         assert min(state.lengths) > 0, "a draft needs the prompt's hidden states"
-        newest = [start + length - 1 for start, length in zip(state.starts, state.lengths, strict=True)]
-        hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
-        return independent_draft_tokens(anchor, self._run(hidden, plan.block_size - 1), plan)
-
-    def _known(self, state: KVCache) -> Tensor:
-        """Return the target's hidden state at the token of each KV slot, `[slots, H]`."""
-        return state.memory(1, 1, self._target.hidden_size, self._like)[0, 0]
+        _, logits = self._run.draft_tokens(state, anchor[:, None].expand(-1, plan.block_size), 1)
+        return independent_draft_tokens(anchor, logits, plan)
 
 
 def load(path: Path, target: Target) -> MedusaDrafter:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.nn.draft_config import whole
-from blockdraft.nn.draft_network import DraftHost, DraftNetwork, NetworkRunner
-from blockdraft.timing import HEAD, PASS, mark
+from blockdraft.nn.draft_network import DraftDescription, DraftNetwork
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,6 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
     Parameter names equal the tensor names of FasterDecoding's checkpoints, so `state_dict` is the checkpoint.
     """
 
-    architecture = "medusa"
-
     def __init__(self, config: MedusaConfig) -> None:
         size, vocabulary = config.hidden_size, config.vocab_size
         super().__init__(
@@ -76,6 +73,7 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
             for _ in range(config.num_heads)
         )
         self.config = config
+        self.description = DraftDescription(heads=config.num_heads, head_blocks=config.num_layers)
 
     def forward(self, hidden: Tensor, count: int | None = None) -> Tensor:
         """Return states `[..., count, H]` of the first `count` heads, or of all.
@@ -99,41 +97,5 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
         """Return the output projections of the heads; none if they share the target's."""
         return (cast(nn.Linear, head[-1]) for head in self._heads(0 if self.config.shared_head else len(self)))
 
-    def runner(self, host: DraftHost) -> HeadRunner:
-        return HeadPass(self, host)
-
     def _heads(self, count: int) -> list[nn.Sequential]:
         return [cast(nn.Sequential, head) for head in list(self)[:count]]
-
-
-class HeadRunner(NetworkRunner, Protocol):
-    """Runs Medusa's heads. The state holds the target's last hidden state at each token.
-
-    Attributes:
-        config: Configuration of the heads.
-        dtype: Dtype of the target.
-    """
-
-    config: MedusaConfig
-    dtype: torch.dtype
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        return batch * capacity * self.config.hidden_size * self.dtype.itemsize
-
-    def __call__(self, hidden: Tensor, count: int) -> Tensor:
-        """Return logits `[B, count, V]` of the first `count` heads for the target's hidden states `[B, H]`."""
-
-
-class HeadPass(HeadRunner):
-    """A `HeadRunner` that uses torch's operations."""
-
-    def __init__(self, network: MedusaNetwork, host: DraftHost) -> None:
-        self._network, self._head, self.compile_reason = network, host.head, host.compile_reason
-        self.config, self.dtype = network.config, host.dtype
-
-    def __call__(self, hidden: Tensor, count: int) -> Tensor:
-        states = self._network(hidden, count)
-        mark(PASS)
-        logits = self._network.logits(states, self._head)
-        mark(HEAD)
-        return logits

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.drafters.mtp.network import MTPHead
-from blockdraft.nn.autoregressive import Attend
 from blockdraft.nn.decoder import rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
+from blockdraft.nn.draft_network import Attend
 from blockdraft.nn.packed import PackedLinear
 
 
@@ -67,15 +67,14 @@ class DecoderMTPNetwork(MTPHead):
         norms: Weights of the norms by name.
     """
 
-    architecture = "decoder_layer"
     config: DecoderMTPConfig
 
     def __init__(
         self, decoder: DecoderConfig, layer: DecoderLayer, fc: PackedLinear, norms: Mapping[str, Tensor]
     ) -> None:
         with torch.device("meta"):
-            super().__init__(DecoderMTPConfig(decoder), lambda: layer)
-        self.fc = fc
+            super().__init__(DecoderMTPConfig(decoder), lambda: layer, packed_decoder=True)
+        self.fc = fc  # type: ignore[assignment]
         for name, weight in norms.items():
             self.get_submodule(name).register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         self._frequencies = rope_frequencies(decoder).to(layer.before_mlp.weight.device)
@@ -90,15 +89,19 @@ class DecoderMTPNetwork(MTPHead):
         angles = rope_angles(self.config.decoder, self._frequencies, positions, entries.dtype)[layer.rope]
         return layer.heads(layer.before_attention(entries.flatten(0, 1)), *angles, len(entries))
 
-    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        _, new, _ = self._heads(self._entries(embedded, hidden_state), positions)
+    def keys_values(
+        self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend | None = None
+    ) -> tuple[Tensor, Tensor]:
+        _, new, _ = self._heads(self.entries(embedded, hidden_state)[0], positions)
         keys, values = new.transpose(1, 2).chunk(2, dim=1)
         return keys, values
 
-    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        entries, layer = self._entries(embedded, hidden_state), self.layer
+    def forward(
+        self, embedded: Tensor, positions: Tensor, attend: Attend, hidden_state: Tensor | None = None
+    ) -> Tensor:
+        (entries, _), layer = self.entries(embedded, hidden_state), self.layer
         queries, new, gate = self._heads(entries, positions)
-        attended = attend(queries.transpose(1, 2), *new.transpose(1, 2).chunk(2, dim=1))
+        attended = attend(0, queries.transpose(1, 2), *new.transpose(1, 2).chunk(2, dim=1))
         x = entries.flatten(0, 1) + layer.attended(attended.transpose(1, 2), gate)
         return (x + layer.feed_forward(x)).view_as(entries)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork, LayerParts
 from blockdraft.nn.draft_config import check_fields, check_layer
-from blockdraft.nn.draft_network import DraftLayer
+from blockdraft.nn.draft_network import DraftDescription, DraftLayer, DraftLayerKind, LayeredNetwork
 from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.rotary import Rotary
 
@@ -53,17 +51,23 @@ class MTPConfig:
         return (self.num_target_layers,)
 
 
-class MTPHead(AutoregressiveNetwork):
+class MTPHead(LayeredNetwork):
     """Base of MTP heads: everything except the layer. Parameter names are those of Qwen3-Next's tensors under `mtp.`.
 
     Args:
         config: Configuration with at least `hidden_size`, `vocab_size`, `rms_norm_eps` and `normed_feedback`.
         layer: Function that makes the layer.
         norm: Function that makes a norm of a given size and epsilon.
+        packed_decoder, torch_only: As in `DraftDescription`.
     """
 
     def __init__(
-        self, config: Any, layer: Callable[[], nn.Module], norm: Callable[[int, float], nn.Module] = RMSNorm
+        self,
+        config: Any,
+        layer: Callable[[], nn.Module],
+        norm: Callable[[int, float], nn.Module] = RMSNorm,
+        packed_decoder: bool = False,
+        torch_only: str | None = None,
     ) -> None:
         super().__init__()
         self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
@@ -71,59 +75,23 @@ class MTPHead(AutoregressiveNetwork):
         self.pre_fc_norm_hidden = norm(size, eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList([layer()])
-        self.norm = norm(size, eps)
-
-    @property
-    def kept(self) -> Tensor:
-        return torch.arange(self.config.vocab_size, device=self.like.device)
-
-    def fuse(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-    def fed_on(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.norm(hidden)) if self.config.normed_feedback else hidden
-
-    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
-        return target_head(self.norm(hidden))
-
-    def _entries(self, embedded: Tensor, hidden_state: Tensor) -> Tensor:
-        """Return the input of the layer, `[B, N, H]`, from embeddings and hidden states `[B, N, H]`."""
-        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden_state)], dim=-1)
-        return cast(Tensor, self.fc(both))
+        self.norm = norm(size, eps)  # type: ignore[assignment]
+        self.description = DraftDescription(
+            layers=(DraftLayerKind("layers.0"),),
+            entry="joined pair",
+            token_norm="pre_fc_norm_embedding",
+            hidden_state_norm="pre_fc_norm_hidden",
+            normed_feedback=config.normed_feedback,
+            packed_decoder=packed_decoder,
+            torch_only=torch_only,
+        )
 
 
 class MTPNetwork(MTPHead):
     """MTP head with a layer of our own, which can be trained."""
 
-    architecture = "mtp"
     config: MTPConfig
-    fc: nn.Linear
-    norm: RMSNorm
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config, lambda: DraftLayer(config))
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
-
-    @property
-    def layer_parts(self) -> LayerParts:
-        return LayerParts(
-            layer=self.layers[0],
-            token_norm=cast(RMSNorm, self.pre_fc_norm_embedding),
-            hidden_state_norm=cast(RMSNorm, self.pre_fc_norm_hidden),
-            norm=self.norm,
-            rotary=self.rotary,
-            normed_target_layers=None,
-            normed_stream=False,
-            normed_feedback=self.config.normed_feedback,
-        )
-
-    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        layer = cast(DraftLayer, self.layers[0])
-        entries = layer.input_layernorm(self._entries(embedded, hidden_state))
-        return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
-
-    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        entries = self._entries(embedded, hidden_state)
-        angles = self.rotary(positions, entries.dtype)
-        out: Tensor = self.layers[0](entries, *angles, 0, lambda layer, *heads: attend(*heads))
-        return out

@@ -8,14 +8,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.drafters.mtp.network import MTPHead
-from blockdraft.nn.autoregressive import Attend, CachedAttention
 from blockdraft.nn.cache import cache_argument
+from blockdraft.nn.draft_network import Attend
+from blockdraft.nn.torch_runner import CachedAttention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -122,7 +124,12 @@ class TargetMTPNetwork(MTPHead):
 
             model: Any = AutoModel.from_config(config.layer, attn_implementation="sdpa")
         layer, norm = type(model.layers[0]), type(model.norm)
-        super().__init__(config, lambda: layer(model.config, 0), lambda size, eps: norm(size, eps=eps))
+        super().__init__(
+            config,
+            lambda: layer(model.config, 0),
+            lambda size, eps: norm(size, eps=eps),
+            torch_only="layers of transformers",
+        )
         self._cache_argument = cache_argument(self.layers[0])
         with torch.device("cpu"):  # its frequencies are needed even if the weights are on the meta device
             self._angles = Angles(type(model.rotary_emb)(model.config))
@@ -135,9 +142,11 @@ class TargetMTPNetwork(MTPHead):
         heads = layer.num_key_value_heads, layer.head_dim
         return heads, heads
 
-    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend | None = None
+    ) -> tuple[Tensor, Tensor]:
         layer: Any = self.layers[0]
-        entries, written = self._entries(embedded, hidden_state), list[Tensor]()
+        (entries, _), written = self.entries(embedded, hidden_state), list[Tensor]()
 
         def keep(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             written.extend((keys, values))
@@ -148,15 +157,17 @@ class TargetMTPNetwork(MTPHead):
         layer.self_attn(normed, position_embeddings=angles, attention_mask=None, **cache)
         return written[0], written[1]
 
-    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, positions: Tensor, attend: Attend, hidden_state: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(attend, CachedAttention)
-        entries = self._entries(embedded, hidden_state)
+        entries, _ = self.entries(embedded, hidden_state)
         out: Tensor = self.layers[0](
             entries,
-            attention_mask=attend.visible.unsqueeze(1),
+            attention_mask=attend.visible[0].unsqueeze(1),
             position_ids=positions,
             position_embeddings=self._angles(positions, entries.dtype),
-            **{self._cache_argument: Writing(attend.write)},
+            **{self._cache_argument: Writing(partial(attend.write, 0))},
         )
         return out
 

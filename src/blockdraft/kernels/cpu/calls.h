@@ -103,7 +103,8 @@ STRUCT(Recurrent)
    threads of the call, or null. slots: size of the store. room: size of the workspace, in floats. store: [layers, keys and
    then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot of each row. best: index of the largest
    of the logits as `best_of` returns it, or null. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots:
-   number of first committed tokens that no node attends to. done: nodes of each row that earlier calls have written behind
+   number of first tokens of a row that no other node attends to, committed or, in a call without outputs, about to be.
+   done: nodes of each row that earlier calls have written behind
    the committed tokens. `parents`, [batch, done + nodes], includes them. inputs: inputs of short convolutions, [layers with
    one, slots, hidden]. second_store: the store of layers with `second`. recurrent: states of each row, or null. */
 #define Call_FIELDS(FIELD, S)                                                                             \

@@ -30,7 +30,7 @@ from blockdraft.kernels.cpu.library import (
 from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache, StateShape
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_config import DecoderConfig, Rope
 from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
@@ -88,6 +88,12 @@ def address(values: array[int]) -> int:
 def chain_parents(batch: int, count: int) -> array[int]:
     """Return the parents of `batch` chains of `count` nodes."""
     return numbers(list(range(-1, count - 1)) * batch)
+
+
+def tables_of(rope: Rope, count: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the first `count` positions, `[count, D / 2]` float32."""
+    angles = torch.arange(count)[:, None] * torch.tensor(rope.inverse_frequencies)
+    return angles.cos() * rope.scale, angles.sin() * rope.scale
 
 
 def shape_fields(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]:
@@ -380,8 +386,6 @@ class CompiledDecoder(CompiledLayers):
         self.forward(own, parents, cache.of([cache.starts[row]]), memories, logits_at=last)
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        config, tables = self._decoder.config, {}
-        for rope in config.ropes:
-            angles = torch.arange(count)[:, None] * torch.tensor(rope.inverse_frequencies)
-            tables[rope] = (angles.cos() * rope.scale, angles.sin() * rope.scale)
+        config = self._decoder.config
+        tables = {rope: tables_of(rope, count) for rope in config.ropes}
         return [tables[kind.rope] for kind in config.layers]

@@ -1,26 +1,17 @@
-"""Base of compiled draft networks, and what they borrow from a compiled target."""
+"""What compiled draft networks borrow from a compiled target, and how their weights are packed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.kernels.cpu.build import build
-from blockdraft.kernels.cpu.compiled_decoder import (
-    EVERYWHERE,
-    CompiledDecoder,
-    CompiledLayers,
-    address,
-    numbers,
-    why_not_compiled,
-)
-from blockdraft.kernels.cpu.library import CallFields, LayerFields, Library, LinearFields, ModelFields
-from blockdraft.nn.cache import KVCache
+from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder, why_not_compiled
+from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, pack_weights
@@ -84,6 +75,17 @@ class CompiledHost(DraftHost):
             raise NotCompiled(made.reason)
         return library, None
 
+    def packing_library(self, network: nn.Module) -> tuple[Library, int | None]:
+        """Return the library of the target and the fewest bits of weights that are packed already, as `choose_library`.
+
+        Raises:
+            NotCompiled: They are not packed for this library.
+        """
+        packed = [module for module in network.modules() if isinstance(module, PackedLinear)]
+        if any(layer.kernels is not self.decoder.library for layer in packed):
+            raise NotCompiled("its weights are not packed for the target's library")
+        return self.decoder.library, min((layer.bits for layer in packed if layer.bits is not None), default=None)
+
 
 def pack_together(
     projections: Sequence[nn.Linear], library: Library, dtype: torch.dtype, bits: int | None = None, owned: bool = False
@@ -107,136 +109,3 @@ def pack_together(
         for projection in projections:
             projection.weight = projection.bias = None  # type: ignore[assignment]
     return packed
-
-
-class CompiledNetwork(CompiledLayers):
-    """Compiled layers of a draft network. Sums are in float32, whatever the dtype.
-
-    Args:
-        network: Network whose weights are copied into the library's layout and must not change afterwards.
-        host: The compiled target.
-        count: Number of layers.
-        owned: As in `Target.runner`.
-
-    Attributes:
-        bits: Bits to which weights are quantized; None where they are not.
-        quantized_layers: Names of the linear layers whose weights are quantized.
-
-    Raises:
-        NotCompiled: As in `CompiledHost.choose_library`.
-    """
-
-    compile_reason: str | None = None
-
-    def __init__(self, network: Any, host: CompiledHost, count: int, owned: bool) -> None:
-        self._begin(network, host, count, owned)
-
-    def _begin(self, network: Any, host: CompiledHost, count: int, owned: bool) -> None:
-        """Choose the library, and borrow what the target lends."""
-        self.config: Any = network.config
-        library, self.bits = self._choose_library(network, host)
-        super().__init__(library, count, EVERYWHERE)
-        self._dtype, self._owned = host.dtype, owned
-        self._packed: list[PackedLinear] = []
-        self._names = {module: name for name, module in network.named_modules()}
-        self.quantized_layers: set[str] = set()
-        # A target that uses the same library lends its embedding, and its head unless there is one of another kind.
-        # The reference keeps alive the memory that the model's fields point to.
-        lends = host.decoder.library is library and host.own_head is host.reduced_head and host.decoder.lends_head
-        self._target = host.decoder if lends else None
-        self._reduced = host.reduced_head if lends else None
-
-    def _choose_library(self, network: Any, host: CompiledHost) -> tuple[Library, int | None]:
-        """Return as `CompiledHost.choose_library`."""
-        return host.choose_library(network, self.config.head_dim)
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        heads, slot = self.config.num_key_value_heads, self.library.slot_size(self.config.head_dim)
-        return 2 * len(self._layers) * int(heads) * slot * self.library.store_dtype.itemsize * batch * capacity
-
-    def weight_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self._packed) + sum(owner.nbytes for owner in self._owners)
-
-    def _model_fields(self, config: Any, head: LinearFields | None, **fields: Any) -> ModelFields:
-        """Return the fields of the model with the lent embedding, and the given head or else the lent one.
-
-        Without fields of its shape, that is the usual one of a draft network.
-        """
-        lent_embedding, lent_head = LinearFields(), LinearFields()
-        if self._target is not None:
-            lent_embedding, lent_head = self._target.embedding, self._target.head
-        if "heads" not in fields:
-            fields |= {
-                "num_layers": len(self._layers),
-                "hidden": config.hidden_size,
-                "heads": config.num_attention_heads,
-                "kv_heads": config.num_key_value_heads,
-                "head_dim": config.head_dim,
-                "inner": config.intermediate_size,
-                "attention_scale": config.head_dim**-0.5,
-            }
-        return ModelFields(
-            layers=self._layers,
-            embedding=lent_embedding,
-            head=lent_head if head is None else head,
-            eps=config.rms_norm_eps,
-            **fields,
-        )
-
-    def _pack_layer(self, own: LayerFields, layer: Any) -> None:
-        """Pack projections and norms of a draft layer, named as in `nn/draft_network.py`."""
-        attention, mlp = layer.self_attn, layer.mlp
-        own.qkv = self._pack(attention.q_proj, attention.k_proj, attention.v_proj)
-        own.output = self._pack(attention.o_proj)
-        own.gate_up = self._pack(mlp.gate_proj, mlp.up_proj)
-        own.down = self._pack(mlp.down_proj)
-        own.before_attention = self._pointer(layer.input_layernorm.weight)
-        own.before_mlp = self._pointer(layer.post_attention_layernorm.weight)
-        if not isinstance(attention.q_norm, nn.Identity):
-            own.query_norm = self._pointer(attention.q_norm.weight)
-            own.key_norm = self._pointer(attention.k_norm.weight)
-
-    def _call(self, state: KVCache, batch: int, count: int, done: int = 0) -> tuple[CallFields, int]:
-        """Return a call on `count` nodes per sequence, and how many KV slots its sequences reach.
-
-        The nodes follow the committed tokens of each sequence and `done` earlier nodes.
-        """
-        config, end = self.config, state.check_room(done + count)
-        size = self.library.slot_size(config.head_dim)
-        shape = (len(self._layers), 2 * config.num_key_value_heads, size)
-        memory = state.memory(*shape, self.no_slots)
-        lengths, starts = numbers(state.lengths), numbers(state.starts)
-        assert len(lengths) == batch, (state.lengths, batch)
-        call = CallFields(
-            lengths=address(lengths),
-            starts=address(starts),
-            batch=batch,
-            nodes=count,
-            done=done,
-            slots=memory.size(2),
-            store=memory.data_ptr(),
-            layer_stride=memory.stride(0),
-            head_stride=memory.stride(1),
-        )
-        call.owners = lengths, starts
-        return call, end
-
-    def _pointer(self, weight: Tensor) -> int:
-        """Return a pointer to the weight in float32, rounded to the network's dtype, which this object owns."""
-        return self._exact_pointer(weight.to(self._dtype))
-
-    def _pack(self, *projections: nn.Linear, quantize: bool = True) -> LinearFields:
-        """Pack projections together, quantized to `bits` unless `quantize` is False."""
-        bits = self.bits if quantize else None
-        packed = pack_together(projections, self.library, self._dtype, bits, self._owned)
-        self._packed.append(packed)  # it owns the memory
-        if bits is not None:
-            self._note_quantized(*projections)
-        return self.library.linear(packed)
-
-    def _note_quantized(self, *projections: nn.Linear) -> None:
-        if self.bits is not None:
-            self.quantized_layers |= {self._names[layer] for layer in projections if layer in self._names}

@@ -4,8 +4,8 @@
    ancestors lie. So a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, their
    inputs are float32 or rounded to bfloat16, and sums are float32. Or weights are integers of 8 or 4 bits (integers.h).
    `rows` counts the nodes of all sequences of the batch, which are the rows of the matrices here. Threads share the work
-   in stages (pool.h). compiled_decoder.py, compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of
-   calls.h. Exported functions check their arguments, and return minus the number of a problem. */
+   in stages (pool.h). compiled_decoder.py and compiled_runner.py fill the structs of calls.h. Exported functions check
+   their arguments, and return minus the number of a problem. */
 #include "attention.h"
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 first, i64 last, float *y, int add) {
@@ -49,12 +49,13 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
 /* Return the number of nodes of a row, including those of earlier calls. */
 static i64 all_nodes(const Call *call) { return call->done + call->nodes; }
 
-/* Return the first committed token that a node attends to, or the first node of its path if it is beyond these. `node` also
-   counts the nodes of earlier calls. */
+/* Return the first slot that a node at this depth attends to, were its path a chain. `length` counts committed tokens. */
 static i64 first_seen(const Layer *layer, const Call *call, i64 length, i64 depth) {
     i64 first = layer->window ? length + depth - layer->window + 1 : 0;
     if (first < length - call->reach) first = length - call->reach;
-    const i64 hidden = call->hidden_slots < length ? call->hidden_slots : length;
+    /* A call without outputs commits its nodes, so that some of them may be in hidden slots too. */
+    const i64 others = length + (call->num_logits || call->num_target_layer_ids ? 0 : depth);
+    const i64 hidden = call->hidden_slots < others ? call->hidden_slots : others;
     return first < hidden ? hidden : first;
 }
 

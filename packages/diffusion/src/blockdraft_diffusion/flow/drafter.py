@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets import Target
 from blockdraft.timing import HEAD, PASS, mark
 from blockdraft_diffusion.flow.network import POSITIONS, FlowConfig, FlowNetwork, mean_embedding, position_noise
@@ -44,12 +46,12 @@ class FlowDrafter(DFlashDrafter):
         return self._target.embed(self._masks[0, 0])
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        network, target = self.network, self._target
+        network, target, runner = self.network, self._target, cast(TorchDraftRunner, self._run)
         head, embedded = self.reduced_head or target.draft_head or target.head, target.embed(anchor)[:, None]
 
         def run(added: Tensor) -> Tensor:
             slots = (self._mask + added).to(embedded.dtype)
-            hidden = self._run(state, torch.cat([embedded, slots], dim=1), plan.draft_window)[:, 1:]
+            hidden = runner.block_pass(state, torch.cat([embedded, slots], dim=1), plan.draft_window)[:, 1:]
             mark(PASS)
             return hidden
 

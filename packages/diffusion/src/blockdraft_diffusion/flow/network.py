@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
@@ -66,12 +66,12 @@ def mean_embedding(logits: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
 class FlowNetwork(DFlashNetwork):
     """DFlash v1 that also reads states and the times of a jump. Parameters of v1 keep their names."""
 
-    architecture = None  # torch's operations alone run it
     config_class: type[DraftConfig] = FlowConfig
     config: FlowConfig
 
     def __init__(self, config: FlowConfig) -> None:
         super().__init__(config)
+        self.description = replace(self.description, torch_only="flow maps")
         self.state_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.time_proj = nn.Linear(TIME_FEATURES, config.hidden_size, bias=False)
         nn.init.zeros_(self.state_proj.weight)

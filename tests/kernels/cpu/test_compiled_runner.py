@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from node_logits import logits_of, target_layers, two_texts
 from thinned import LONG, thinned
 from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM
@@ -24,9 +25,10 @@ from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu import growing_head
-from blockdraft.kernels.cpu.compiled_autoregressive import CompiledAutoregressive
-from blockdraft.nn.autoregressive import AutoregressiveNetwork, AutoregressivePass
+from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_network import LayeredNetwork
+from blockdraft.nn.torch_runner import TorchDraftRunner
 from blockdraft.targets import embedding_and_head, load_target
 
 SHAPE: dict[str, Any] = {
@@ -57,7 +59,7 @@ STORES: dict[str, tuple[Any, float]] = {
 }
 
 
-def network_of(name: str) -> AutoregressiveNetwork:
+def network_of(name: str) -> LayeredNetwork:
     config = CONFIGS[name]
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -69,48 +71,13 @@ def network_of(name: str) -> AutoregressiveNetwork:
     return network
 
 
-def target_layers(network: AutoregressiveNetwork, rows: int, count: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, count, 32 * len(network.config.target_layers), generator=generator)
-
-
-def two_texts(run: Any, network: AutoregressiveNetwork) -> KVCache:
-    """Return the state of two sequences of different lengths at any KV slots, one of them read in two parts."""
-    state = KVCache(2, 150)
-    for row in (0, 150):
-        state.close(row)
-    for row, capacity in ((160, 60), (3, 70)):
-        state.open(row, capacity)
-    state = state.of([160, 3])
-    tokens = torch.arange(60).view(2, 30) * 7 % 265
-    run.observe(state, tokens[:, :21], target_layers(network, 2, 21, 0))
-    state.commit([range(20), range(6)])
-    run.observe(state, tokens[:, 21:], target_layers(network, 2, 9, 1))
-    state.commit([range(9), range(2)])
-    return state
-
-
-@torch.no_grad()
-def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = None) -> list[Tensor]:
-    """Return the logits of six levels after two sequences."""
-    state = two_texts(run, network)
-    nodes = run.nodes(state, 8, 3, window)
-    actual = [nodes(torch.tensor([[40], [41]]))]
-    actual.append(nodes(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.zeros(2, 3, dtype=torch.int64)))
-    actual.append(nodes(torch.tensor([[7, 8, 9], [10, 11, 12]]), torch.tensor([[2, 0, 2], [1, 1, 0]])))
-    actual.append(nodes(torch.tensor([[9, 8], [9, 8]]), torch.tensor([[2, 1], [0, 2]])))
-    actual.append(nodes(torch.tensor([[3], [3]]), torch.tensor([[1], [0]])))
-    actual.append(nodes(torch.tensor([[4], [5]])))
-    return actual
-
-
 @pytest.mark.parametrize(("name", "window", "store"), thinned(CONFIGS, [None, 7], STORES, keep=3, marks=LONG))
 def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_target_dir: Path) -> None:
     target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
     network = network_of(name).to(target.dtype)
-    exact = logits_of(AutoregressivePass(network, target.draft_host()), network, window)
+    exact = logits_of(TorchDraftRunner(network, target.draft_host()), network, window)
     run = target.runner(network_of(name).to(target.dtype), owned=True)
-    assert isinstance(run, CompiledAutoregressive)
+    assert isinstance(run, CompiledDraftRunner)
     assert run.library.store_dtype == target.compiled.library.store_dtype
     assert store == "weights of 8 bits" or (run._target is None) == (network.config.head_dim != 8)
     for ours, theirs in zip(logits_of(run, network, window), exact, strict=True):
@@ -234,22 +201,22 @@ def test_weights_are_rounded_as_the_targets_unless_they_are_to_be_kept(
     )
     network.qat_bits = 8  # which asks for no more bits than the target has
     run: Any = target.runner(network)
-    assert isinstance(run, CompiledAutoregressive) and {each.bits for each in run._packed} == {bits}
-    plain = AutoregressivePass(network, target.draft_host())
+    assert isinstance(run, CompiledDraftRunner) and {each.bits for each in run._packed} == {bits}
+    plain = TorchDraftRunner(network, target.draft_host())
     for ours, theirs in zip(logits_of(run, network), logits_of(plain, network), strict=True):
         error = float((ours - theirs).norm() / theirs.norm())
         assert error < {8: 0.05, 4: 0.6, None: 1e-3}[bits] and (error > 1e-3 or bits is None)
 
 
 @pytest.fixture(params=["eagle3", "mtp with heads of its own"])
-def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledAutoregressive:
+def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledDraftRunner:
     target: Any = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     actual = target.runner(network_of(request.param))
-    assert isinstance(actual, CompiledAutoregressive)
+    assert isinstance(actual, CompiledDraftRunner)
     return actual
 
 
-def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(run: CompiledAutoregressive) -> None:
+def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(run: CompiledDraftRunner) -> None:
     def answer(number: int) -> list[Tensor]:
         return logits_of(run, run.network, number + 1)
 
@@ -260,7 +227,7 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(run: CompiledA
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(
-    run: CompiledAutoregressive, set_threads: Callable[[int], None]
+    run: CompiledDraftRunner, set_threads: Callable[[int], None]
 ) -> None:
     outputs = []
     for threads in (1, 4):
@@ -269,7 +236,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(
     assert all(map(torch.equal, *outputs))
 
 
-def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledAutoregressive) -> None:
+def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftRunner) -> None:
     needed = run.workspace_bytes(2, 30, 60) // 4
     memory = torch.full((needed + 64,), 7.5)
     run._workspace = memory[:needed]
@@ -277,7 +244,7 @@ def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledAutoregr
     assert (memory[needed:] == 7.5).all() and run._workspace.data_ptr() == memory.data_ptr()
 
 
-def test_a_row_without_slots_for_more_rows_says_so(run: CompiledAutoregressive) -> None:
+def test_a_row_without_slots_for_more_rows_says_so(run: CompiledDraftRunner) -> None:
     state = KVCache(1, 12)
     run.observe(state, torch.ones(1, 5, dtype=torch.int64), target_layers(run.network, 1, 5, 0))
     state.commit([range(5)])
@@ -289,7 +256,7 @@ def test_a_row_without_slots_for_more_rows_says_so(run: CompiledAutoregressive) 
         nodes(torch.ones(1, 7, dtype=torch.int64), torch.zeros(1, 7, dtype=torch.int64))
 
 
-def test_tokens_must_be_known(run: CompiledAutoregressive) -> None:
+def test_tokens_must_be_known(run: CompiledDraftRunner) -> None:
     for wrong in (-1, 265):
         with pytest.raises(UsageError, match=f"Token id {wrong} is none of the 265"):
             run.nodes(KVCache(1, 16), 8, 1)(torch.tensor([[wrong]]))
@@ -302,12 +269,11 @@ def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:
     odd = Eagle3Network(Eagle3Config(**EAGLE, head_dim=6))
     assert target.runner(odd).compile_reason == "heads of 6 are no multiple of 4"
 
-    class Other(Eagle3Network):
-        architecture = None
-
-    run = target.runner(Other(Eagle3Config(**EAGLE, head_dim=8)))
-    assert isinstance(run, AutoregressivePass)
-    assert run.compile_reason == "no compiled runner is registered for Other"
+    other = Eagle3Network(Eagle3Config(**EAGLE, head_dim=8))
+    other.description = replace(other.description, torch_only="recurrent layers")
+    run = target.runner(other)
+    assert isinstance(run, TorchDraftRunner)
+    assert run.compile_reason == "it does not know recurrent layers"
 
 
 @pytest.mark.parametrize("folder", ["tiny_eagle3_dir", "tiny_mtp_dir"])
@@ -376,7 +342,7 @@ def test_a_tied_head_grows_with_the_tokens_of_sequences(store: str, tiny_target_
     whole = deepcopy(expected)
     whole.lm_head = nn.Linear(32, len(vocabulary), bias=False).to(target.dtype)
     whole.lm_head.weight.data = head[vocabulary].to(target.dtype)
-    exact, same = AutoregressivePass(whole, target.draft_host()), KVCache(1, 150)
+    exact, same = TorchDraftRunner(whole, target.draft_host()), KVCache(1, 150)
     exact.observe(same, torch.cat([new, new[:, :9]], 1), torch.cat([hidden_states, hidden_states[:, :9]], 1))
     same.commit([range(49)])
     theirs = exact.nodes(same, 8, 3)(torch.tensor([[40]]))
