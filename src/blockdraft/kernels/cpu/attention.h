@@ -82,7 +82,7 @@ static float place_query(const float *x, float scale, i64 D, i64 j, const int ti
         if (STORE == INT8) y = rounded_codes(own, inverse);
         if (STORE == BFLOAT16) y = (ints)narrowed((vec)y);
         if (STORE == BFLOAT16 && (PER == 2 || tiled)) y >>= 16;
-        sums += y;
+        if (STORE == INT8) sums += y;
         if (tiled)
             for (int i = 0; i < LANES; i += 2) {
                 const uint16_t two[2] = {(uint16_t)y[i], (uint16_t)y[i + 1]};
