@@ -297,6 +297,17 @@ def test_exceptions_are_needed() -> None:
     assert set(EXCEPTIONS) <= used
 
 
+def test_a_public_class_has_its_name_alone() -> None:
+    """One name for several things makes a reader open several files."""
+    modules = [*read_modules(), *(module for package in PACKAGES for module in modules_of(package))]
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.parse(module.source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_public_names_resolve() -> None:
     assert " ".join(sorted(blockdraft.__all__)) == (
         "Completion DFlashConfig DFlashGenerationMixin Drafter Drafting Engine Grammar LoadOptions RequestDrafting "

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_chat
 from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.records import Chat, parse_record, read_records
+from blockdraft.data.records import ChatRecord, parse_record, read_records
 from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -149,7 +149,7 @@ def test_text_of_the_generation_prompt_is_not_learned(tokenizer: PreTrainedToken
 def test_forms_of_tools_in_data(tools: Any) -> None:
     """NVIDIA-NeMo/Automodel#2324: a list as text is read, an empty one is none."""
     record = parse_record({"messages": CHAT, "tools": tools}, RecordSettings())
-    assert record == Chat(CHAT, [{"type": "function", "function": {"name": "f"}}] if tools else None)
+    assert record == ChatRecord(CHAT, [{"type": "function", "function": {"name": "f"}}] if tools else None)
 
 
 def test_objects_of_different_keys_in_data(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.models.places import located
 
 METHODS = ("plain", "chain", "tree")
-LEAST = 4  # prompts per measurement, one after the other if the batch is smaller
+MIN = 4  # prompts per measurement, one after the other if the batch is smaller
 PATIENCE = 3600.0
 HEADER = (
     "", "batch", "old, tokens/s", "new, tokens/s", "new / old (95 % interval)", "host, old", "host, new", "same tokens",
@@ -86,7 +86,7 @@ def compare(
     for method in methods:
         for size in sizes:
             asked = {"method": method, "rows": size, "tokens": tokens}
-            asked["prompts"] = list(islice(cycle(prompts), max(size, LEAST)))
+            asked["prompts"] = list(islice(cycle(prompts), max(size, MIN)))
             for tree in (old, new):  # warm-up
                 tree.ask("measure", asked)
             samples: dict[int, list[Sample]] = {0: [], 1: []}

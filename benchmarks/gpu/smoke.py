@@ -24,7 +24,7 @@ from blockdraft.types import Drafting, SamplingParams
 
 SHAPE = {"cuda": "qwen3-0.6b", "cpu": "tiny"}
 CONTEXT, REPEATS = 512, 20
-LEAST_SHARE = 0.35  # of the roofline, for a compiled plain step
+MIN_SHARE = 0.35  # of the roofline, for a compiled plain step
 PROMPTS = (
     "Tom has 3 boxes with 12 pens each. How many pens has he?",
     "def add(a, b):",
@@ -90,7 +90,7 @@ def checks(device: torch.device) -> Iterator[Check]:
         share = bytes_per_token(target, SHAPES[name].target, CONTEXT) / bandwidth / seconds
         told = f"{1000 * seconds:.2f} ms, {100 * share:.0f} % of the roofline at {bandwidth / 1e9:.0f} GB/s"
         told += "" if profiled is None else f", {profiled[0]:.0f} kernels"
-        yield Check(f"plain step of {name}, {way}", share >= LEAST_SHARE if way == "compiled" else None, told)
+        yield Check(f"plain step of {name}, {way}", share >= MIN_SHARE if way == "compiled" else None, told)
 
 
 def run(device: torch.device) -> bool:

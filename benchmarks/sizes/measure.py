@@ -14,7 +14,7 @@ from benchmarks.sizes.pairs import acceptance
 from benchmarks.sizes.ways import PLAIN, Way
 
 ANSWERS = "answers"
-MOST_DRAFT_TOKENS = 15
+MAX_DRAFT_TOKENS = 15
 GOLDEN = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1
 FORCED_STEPS = 500  # period of the counts of right draft tokens
 
@@ -109,7 +109,7 @@ def right_draft_tokens(acceptance_prob: float) -> tuple[int, ...]:
     The shares of the counts are near those of chance in any stretch, so that short answers have the right tau, too.
     """
     evenly = ((i + 1) * GOLDEN % 1 for i in range(FORCED_STEPS))
-    return tuple(min(int(log(place) / log(acceptance_prob)), MOST_DRAFT_TOKENS) for place in evenly)
+    return tuple(min(int(log(place) / log(acceptance_prob)), MAX_DRAFT_TOKENS) for place in evenly)
 
 
 def measure(

@@ -42,9 +42,9 @@ DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
 RECORD_BYTES = 4 * 2**30  # usual limit of recorded conversations
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
-LEAST, MOST = 1e-30, 1e30  # far beyond, float32 rounds to 0 or infinity
+MIN, MAX = 1e-30, 1e30  # far beyond, float32 rounds to 0 or infinity
 MAX_SEED = 2**63 - 1
-MOST_LOGPROBS = 20  # likeliest tokens that may be reported with each token of the answer
+MAX_LOGPROBS = 20  # likeliest tokens that may be reported with each token of the answer
 
 
 def _as_python(value: Any) -> Any:
@@ -70,15 +70,15 @@ def _as_pairs(value: Any) -> Any:
 
 
 Number = BeforeValidator(_as_python)
-Positive = Annotated[float, Number, Field(ge=LEAST, le=MOST)]
+Positive = Annotated[float, Number, Field(ge=MIN, le=MAX)]
 Share = Annotated[float, Number, Field(ge=0, le=1)]
-TopP = Annotated[float, Number, Field(ge=LEAST, le=1)]
+TopP = Annotated[float, Number, Field(ge=MIN, le=1)]
 Penalty = Annotated[float, Number, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Count = Annotated[int, Number, Field(ge=1)]
 Natural = Annotated[int, Number, Field(ge=0)]
 Token = Annotated[int, Field(ge=0)]
-NumLogprobs = Annotated[int, Number, Field(ge=0, le=MOST_LOGPROBS)]
+NumLogprobs = Annotated[int, Number, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 @settings
@@ -272,7 +272,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not LEAST <= self.temperature <= MOST:
+        if self.temperature != 0 and not MIN <= self.temperature <= MAX:
             raise SettingsError.of("temperature", "0 (greedy) or between 1e-30 and 1e30", self.temperature)
         if self.grammar is not None and self.ignore_eos:
             raise UsageError("ignore_eos goes on past the end, where a grammar allows no token; leave out one of them.")

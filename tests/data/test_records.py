@@ -11,15 +11,22 @@ import pytest
 from pyarrow import parquet as pq
 
 from blockdraft.data.chats import response_indices
-from blockdraft.data.records import Chat, check_sources, parse_for_continuation, parse_record, pieces_of, read_records
+from blockdraft.data.records import (
+    ChatRecord,
+    check_sources,
+    parse_for_continuation,
+    parse_record,
+    pieces_of,
+    read_records,
+)
 from blockdraft.data.settings import RecordSettings
 
 PLAIN = RecordSettings()
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-CHAT = Chat(MESSAGES)
+CHAT = ChatRecord(MESSAGES)
 CALL = {"name": "weather", "arguments": {"city": "Bergen", "days": None}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALLS = Chat(
+CALLS = ChatRecord(
     [
         MESSAGES[0],
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1_0", "type": "function", "function": CALL}]},
@@ -42,13 +49,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, MESSAGES[1]]}, CHAT),
         (
             {"messages": [{"role": "user", "content": ["q", {"text": "r"}]}]},
-            Chat([{"role": "user", "content": "q\nr"}]),
+            ChatRecord([{"role": "user", "content": "q\nr"}]),
         ),
         ({"prompt": "q", "response": "a", "id": 3}, CHAT),
-        ({"prompt": "q"}, Chat([MESSAGES[0], {"role": "assistant", "content": None}])),
+        ({"prompt": "q"}, ChatRecord([MESSAGES[0], {"role": "assistant", "content": None}])),
         (
             {"turns": ["q", "r"]},
-            Chat(
+            ChatRecord(
                 [
                     {"role": role, "content": text}
                     for role, text in zip(["user", "assistant"] * 2, ["q", None, "r", None], strict=True)
@@ -93,11 +100,11 @@ SYSTEM = {"role": "system", "content": "Answer in French."}
     ],
 )
 def test_a_system_message_in_a_field_of_its_own(raw: dict[str, Any], name: str) -> None:
-    assert parse_record(raw | {name: SYSTEM["content"]}, PLAIN) == Chat([SYSTEM, *MESSAGES])
+    assert parse_record(raw | {name: SYSTEM["content"]}, PLAIN) == ChatRecord([SYSTEM, *MESSAGES])
     assert parse_record({"turns": ["q"], name: SYSTEM["content"]}, PLAIN).messages[0] == SYSTEM  # type: ignore[union-attr]
     named = {"question": "q", "answer": "a", name: SYSTEM["content"]}
     settings = RecordSettings(prompt_field="question", response_field="answer")
-    assert parse_record(named, settings) == Chat([SYSTEM, *MESSAGES])
+    assert parse_record(named, settings) == ChatRecord([SYSTEM, *MESSAGES])
 
 
 @pytest.mark.parametrize("arguments", [CALL["arguments"], json.dumps(CALL["arguments"])])
@@ -333,7 +340,7 @@ def test_texts_that_are_continued_come_in_pieces(tmp_path: Path) -> None:
     raws = [{"text": "one two three four"}, {"prompt": "one two three four", "response": "x"}, {"text": " "}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(raw) + "\n" for raw in raws))
     result = list(read_records([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
-    prompt = Chat([{"role": "user", "content": "one two three four"}])
+    prompt = ChatRecord([{"role": "user", "content": "one two three four"}])
     assert [record for _, record in result] == ["one two ", "three ", "four", prompt, " "]
     assert [place.partition("a.jsonl, ")[2] for place, _ in result[:3]] == [
         "record 1",
@@ -362,6 +369,6 @@ def test_pieces(text: str, pieces: list[str]) -> None:
 def test_chats_are_not_continued(raw: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="this is a chat, whose roles only a chat template can spell"):
         parse_for_continuation(raw, PLAIN)
-    prompt = Chat(MESSAGES[:1])
+    prompt = ChatRecord(MESSAGES[:1])
     assert parse_for_continuation({"turns": ["q"]}, PLAIN) == parse_for_continuation({"prompt": "q"}, PLAIN) == prompt
     assert parse_for_continuation({"q": "q", "messages": MESSAGES}, RecordSettings(prompt_field="q")) == prompt

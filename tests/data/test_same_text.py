@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_chat
 from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.records import Chat, parse_record
+from blockdraft.data.records import ChatRecord, parse_record
 from blockdraft.data.settings import RecordSettings
 from blockdraft.serving.openai.chat import ChatRequest, template_messages, template_tools
 from blockdraft.targets import BUNDLED
@@ -52,7 +52,7 @@ CHATS: list[dict[str, Any]] = [
 def test_the_same_tokens(tokenizer: PreTrainedTokenizerBase, template: str, chat: dict[str, Any]) -> None:
     tokenizer.chat_template = template
     record = parse_record(chat, RecordSettings())
-    assert isinstance(record, Chat)
+    assert isinstance(record, ChatRecord)
     request = ChatRequest.model_validate({"model": "m", **chat})
     served = encode_chat(tokenizer, template_messages(request.messages), template_tools(request.tools))
     assert ChatEncoder(tokenizer, frozenset()).prompt(record.messages, record.tools) == served

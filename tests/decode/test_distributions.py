@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from blockdraft.decode.distributions import HEAD, Distributions, probabilities
 from blockdraft.decode.sampling import draw
-from blockdraft.types import LEAST, MOST, SamplingParams
+from blockdraft.types import MAX, MIN, SamplingParams
 
 # A tree whose node 0 is the last token of prompt and output.
 TOKENS = torch.tensor([[4, 1, 4, 2, 1, 0], [3, 3, 3, 0, 9, 3]])
@@ -114,7 +114,7 @@ def test_the_prompt_has_no_presence_and_rows_keep_their_own_penalties() -> None:
 
 
 def test_an_extreme_penalty_does_not_overflow() -> None:
-    probs = distributions(*[SamplingParams(temperature=1.0, repetition_penalty=LEAST)] * 2).probs(*EVERY_NODE)
+    probs = distributions(*[SamplingParams(temperature=1.0, repetition_penalty=MIN)] * 2).probs(*EVERY_NODE)
     torch.testing.assert_close(probs.sum(-1), torch.ones(12))
 
 
@@ -195,7 +195,7 @@ class OnlyLarger(Mask):
         SamplingParams(temperature=1.7, top_p=0.6, min_p=0.1),
         SamplingParams(temperature=0.8, presence_penalty=1.0, repetition_penalty=1.4, logit_bias={1: -100, 9: 2.0}),
         SamplingParams(),
-        SamplingParams(logit_bias={7: 50.0}, repetition_penalty=MOST),
+        SamplingParams(logit_bias={7: 50.0}, repetition_penalty=MAX),
     ],
 )
 def test_under_rules_p_is_masked_before_anything_is_cut(params: SamplingParams) -> None:
@@ -264,7 +264,7 @@ def test_only_a_plain_greedy_sequence_needs_no_mask() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_penalty_makes_the_only_allowed_token_impossible(temperature: float) -> None:
-    params, node = [SamplingParams(temperature=temperature, repetition_penalty=MOST)], torch.tensor([[9]])
+    params, node = [SamplingParams(temperature=temperature, repetition_penalty=MAX)], torch.tensor([[9]])
     logits = torch.full((1, 1, 10), -1e10)
     actual = Distributions(logits, params, node, torch.tensor([[-1]]), [[9]], [[]], rules=[OnlyNine()])
     assert actual.draw([0], [0], torch.zeros(1, 1, dtype=torch.float64)) == [9]
@@ -288,9 +288,9 @@ def test_temperature_divides_the_logits() -> None:
 
 
 def test_a_very_low_temperature_is_greedy_and_finite() -> None:
-    for fields in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": LEAST}):
-        assert dist(temperature=LEAST, **fields).tolist() == [1, 0, 0, 0, 0]
-    assert dist(temperature=1.0, top_p=LEAST).tolist() == [1, 0, 0, 0, 0]
+    for fields in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": MIN}):
+        assert dist(temperature=MIN, **fields).tolist() == [1, 0, 0, 0, 0]
+    assert dist(temperature=1.0, top_p=MIN).tolist() == [1, 0, 0, 0, 0]
 
 
 def test_greedy_is_one_hot_and_breaks_ties_towards_the_lowest_id() -> None:

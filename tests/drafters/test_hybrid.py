@@ -13,7 +13,7 @@ from torch import Tensor
 from two_trees import LOOKUP, MODEL, Tree, plan, proposal
 
 from blockdraft.decode import merging
-from blockdraft.decode.proposal import ChainPlan, HybridPlan, Plan, Proposal, SparseDistribution, Turn
+from blockdraft.decode.proposal import ChainPlan, DraftTurn, HybridPlan, Plan, Proposal, SparseDistribution
 from blockdraft.drafters import Drafter, hybrid, load_drafter
 from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.drafters.lookup import LookupDrafter
@@ -91,7 +91,7 @@ def turns(first: float, second: float, seconds: Sequence[float] = (1.0, 1.1, 1.2
 
 
 def in_turn(rates: Sequence[float], seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> HybridPlan:
-    turns = [Turn(index, plan(0, 2, step_seconds=seconds), rate) for index, rate in enumerate(rates)]
+    turns = [DraftTurn(index, plan(0, 2, step_seconds=seconds), rate) for index, rate in enumerate(rates)]
     return HybridPlan(9, turns[0].plan.params, turns)
 
 
@@ -191,7 +191,7 @@ def test_pending_tokens_are_bounded_and_outlive_a_failure(caplog: pytest.LogCapt
     def observe(count: int) -> None:
         drafter.observe(state, torch.arange(count)[None], None, [count])
 
-    observe(hybrid.MOST_PENDING)
+    observe(hybrid.MAX_PENDING)
     assert not dear.observed
     dear.fails = True
     with pytest.raises(RuntimeError, match="cannot observe"):
@@ -199,7 +199,7 @@ def test_pending_tokens_are_bounded_and_outlive_a_failure(caplog: pytest.LogCapt
     assert len(free.observed) == 1  # it has not observed what will be observed again
     dear.fails = False
     observe(1)
-    assert dear.observed == [([0], [[*range(hybrid.MOST_PENDING)]])] and len(free.observed) == 2
+    assert dear.observed == [([0], [[*range(hybrid.MAX_PENDING)]])] and len(free.observed) == 2
     observe(5)
     dear.fails = True
     state.shrink(0, 3)  # other requests need not end

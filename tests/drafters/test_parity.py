@@ -14,7 +14,7 @@ from blockdraft.drafters import entries, load_drafter
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft.types import SamplingParams
 from blockdraft_train.variant import find_variant, variant_names
 from blockdraft_train.variants.dflash import DFlashFamily
@@ -40,7 +40,7 @@ def test_training_pass_of_another_kind_equals_draft_pass(
     variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags=flags))
     config = variant.config(target)
     network = disturbed(variant.network(config))
-    written = Format(entries()[name].layouts[0])
+    written = ExportFormat(entries()[name].layouts[0])
     export(tmp_path / "drafter", written, config, variant.saved(network.state_dict()), target)
     parity(variant, network.eval(), load_drafter(tmp_path / "drafter", target=target), target)
 
@@ -63,7 +63,7 @@ def test_training_pass_equals_draft_pass(
     variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags=flags))
     config = dataclasses.replace(variant.config(target), layers=KINDS[kind])
     network = disturbed(variant.network(config))
-    export(tmp_path / "drafter", Format("zlab"), config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "drafter", ExportFormat("zlab"), config, variant.saved(network.state_dict()), target)
     drafter: Any = load_drafter(tmp_path / "drafter", target=target)
     logits, expected = parity(variant, network.eval(), drafter, target)
     for ours, one in zip(logits, expected, strict=True):

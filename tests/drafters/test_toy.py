@@ -14,7 +14,7 @@ from training_fixtures import interrupted_at
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.formats import layouts
 from blockdraft.settings import read_settings
-from blockdraft.tools.export import Format, convert, export
+from blockdraft.tools.export import ExportFormat, convert, export
 from blockdraft.tools.inspect import inspect
 from blockdraft.types import Drafting
 from blockdraft_train.data.documents import read_data
@@ -110,7 +110,7 @@ def written(folder: Path, target: Any) -> tuple[Any, Any]:
     variant = find_variant("toy")(read_settings(find_variant("toy").recipe_class, flags=FLAGS))
     config = variant.config(target)
     network = variant.network(config)
-    export(folder, Format("toy"), config, variant.saved(network.state_dict()), target)
+    export(folder, ExportFormat("toy"), config, variant.saved(network.state_dict()), target)
     return variant, network.eval()
 
 
@@ -123,13 +123,13 @@ def test_training_pass_equals_draft_pass(parity: Callable[..., Any], tmp_path: P
 def test_other_layouts_refuse_it_by_name(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target = load_target(tiny_target_dir)
     written(tmp_path / "drafter", target)
-    convert(tmp_path / "drafter", tmp_path / "copy", Format("toy"), target)
+    convert(tmp_path / "drafter", tmp_path / "copy", ExportFormat("toy"), target)
     assert load_drafter(tmp_path / "copy", target=target).block_size == 5
     for name in ("zlab", "speculators"):
         with pytest.raises(ValueError, match="ToyConfig is a configuration that .* cannot hold"):
-            convert(tmp_path / "drafter", tmp_path / "other", Format(name), target)
+            convert(tmp_path / "drafter", tmp_path / "other", ExportFormat(name), target)
     with pytest.raises(ValueError, match="is a DraftConfig; this layout holds toys"):
-        convert(tiny_drafter_dir, tmp_path / "other", Format("toy"), target)
+        convert(tiny_drafter_dir, tmp_path / "other", ExportFormat("toy"), target)
 
 
 def test_it_is_inspected_and_examined(tmp_path: Path, tiny_target_dir: Path) -> None:

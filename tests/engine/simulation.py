@@ -26,7 +26,7 @@ from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting, SamplingParams
 
 BLOCK_SIZE = 16
-MOST = 128  # draft tokens of a tree that are compared
+MAX = 128  # draft tokens of a tree that are compared
 TREE = Drafting(tree_budget="auto")
 NOW = 1e9  # seconds since 1970
 
@@ -143,7 +143,7 @@ def tree(acceptance_probs: tuple[float, ...]) -> DraftTokens:
     """At each depth the best draft token is as likely as a chain's; the others share half of the rest, and so on."""
     found: list[tuple[float, int]] = []
     heap = [(-acceptance_probs[0], 1, 0, acceptance_probs[0], 1.0)]
-    while len(found) < MOST:
+    while len(found) < MAX:
         negative, depth, rank, acceptance_prob, before = heappop(heap)
         found.append((-negative, depth))
         other = (1 - acceptance_prob) / 2

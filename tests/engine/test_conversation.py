@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 from thinned import thinned
 
-from blockdraft.data.records import Chat, read_records
+from blockdraft.data.records import ChatRecord, read_records
 from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, ContextFull, Conversation, Engine, chat_engine
@@ -208,7 +208,9 @@ def test_what_is_saved_is_read_as_data(engine: Engine, tmp_path: Path, has_templ
         talk.keep(talk.ask(text, params))
         talk.save(file)
     [(_, row)] = read_records([str(file)], RecordSettings())
-    assert row == (Chat(talk.messages) if has_template else "".join(message["content"] for message in talk.messages))
+    assert row == (
+        ChatRecord(talk.messages) if has_template else "".join(message["content"] for message in talk.messages)
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["chat.jsonl"]
     other = tmp_path / "other.jsonl"
     other.write_text("{}")

@@ -145,7 +145,7 @@ def test_declined_failed_and_cut_off_requests_are_not_recorded(
 def test_the_limit_deletes_the_oldest(
     target: Target, make_recorder: Callable[..., ConversationRecorder], tmp_path: Path, layers: tuple[int, ...]
 ) -> None:
-    recorder = make_recorder(layers, limit=recording.LEAST_BYTES)
+    recorder = make_recorder(layers, limit=recording.MIN_BYTES)
     count, length = (20, 9000) if not layers else (40, 1000)
     for number in range(count):
         prompt = [number + 3] * length
@@ -158,12 +158,12 @@ def test_the_limit_deletes_the_oldest(
     data = read_data(folder)
     kept = [int(document.tokens[0]) - 3 for document in data]
     assert kept == list(range(kept[0], count)) and 2 < len(kept) < count
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= recording.LEAST_BYTES
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= recording.MIN_BYTES
     if layers:
         hidden_states = read_hidden_states(folder / "hidden-states")
         hidden_states.check(target, data, layers)
         assert [int(hidden_states[i][0, 0]) for i in range(len(data))] == kept
-    again = make_recorder(layers, limit=recording.LEAST_BYTES)  # goes on behind the last one
+    again = make_recorder(layers, limit=recording.MIN_BYTES)  # goes on behind the last one
     again._tick(recording_turn(again, finished([2, 2], [1]), None if not layers else states[:2]))
     again.close()
     assert read_data(folder)[-1].tokens.tolist() == [2, 2, 1]

@@ -16,7 +16,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Prompt, SamplingParams
 
 PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 43, 44, 45, 46, 47, 48], [20, 21, 22], [50, 60, 70, 80], [33] * 12]
-MOST_STEPS = 2000  # more than any test takes, so that who waits for ever fails
+MAX_STEPS = 2000  # more than any test takes, so that who waits for ever fails
 LONG = [(7 * i + 3) % 200 for i in range(150)]
 
 
@@ -71,11 +71,11 @@ class ByHand:
         self.step_until(lambda: self.scheduler.idle)
 
     def step_until(self, done: Callable[[], bool]) -> None:
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if done():
                 return
             self.scheduler.step()
-        raise AssertionError(f"a request still waits after {MOST_STEPS} steps")
+        raise AssertionError(f"a request still waits after {MAX_STEPS} steps")
 
 
 def test_requests_join_and_leave_between_steps(target: Target, drafter: Drafter) -> None:
@@ -177,7 +177,7 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(target: Target, draft
     hand.scheduler.step()
     late = hand.submit(LONG, greedy(10))
     grown = []
-    while not late.token_ids and len(grown) < MOST_STEPS:
+    while not late.token_ids and len(grown) < MAX_STEPS:
         before = len(first.token_ids)
         hand.scheduler.step()
         grown.append(len(first.token_ids) - before)

@@ -17,7 +17,7 @@ from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.torch_runner import CachedAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
-from blockdraft.tools.export import Format, convert, export
+from blockdraft.tools.export import ExportFormat, convert, export
 from blockdraft.types import SamplingParams
 
 with warnings.catch_warnings():
@@ -93,12 +93,14 @@ def test_dflash(
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     config = replace(config, layers=tuple(LayerAttention(*layer) for layer in layers))
     zlab.write_checkpoint(tmp_path / "draft", config, tensors)
-    convert(tmp_path / "draft", tmp_path / "out", Format("speculators", str(tiny_target_dir), ARCHITECTURES), target)
+    convert(
+        tmp_path / "draft", tmp_path / "out", ExportFormat("speculators", str(tiny_target_dir), ARCHITECTURES), target
+    )
     compare(tmp_path / "out", target, head_less_slots=1)
 
 
 def test_dspark(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_dspark_dir: Path) -> None:
-    convert(tiny_dspark_dir, tmp_path / "out", Format("speculators", str(tiny_target_dir), ARCHITECTURES), target)
+    convert(tiny_dspark_dir, tmp_path / "out", ExportFormat("speculators", str(tiny_target_dir), ARCHITECTURES), target)
     compare(tmp_path / "out", target, head_less_slots=0)
 
 
@@ -120,7 +122,7 @@ def test_we_read_what_they_write(
 ) -> None:
     config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
     source = request.getfixturevalue(name)
-    convert(source, tmp_path / "out", Format("speculators", str(tiny_target_dir), ARCHITECTURES), target)
+    convert(source, tmp_path / "out", ExportFormat("speculators", str(tiny_target_dir), ARCHITECTURES), target)
     theirs(tmp_path / "out").save_pretrained(tmp_path / "again")
     found, theirs_again, own = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
     assert found == config and own.kept is None
@@ -142,7 +144,7 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
-    written = Format("eagle3_speculators", str(tiny_target_dir), ARCHITECTURES)
+    written = ExportFormat("eagle3_speculators", str(tiny_target_dir), ARCHITECTURES)
     export(tmp_path / "ours", written, config, network.state_dict(), target)
     model, drafter = theirs(tmp_path / "ours"), load_drafter(tmp_path / "ours", target=target)
     seen = set()
@@ -185,7 +187,7 @@ def compare_mtp(folder: Path, target: Target) -> None:
 
 
 def test_mtp(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
-    written = Format("mtp_speculators", str(tiny_target_dir), ARCHITECTURES)
+    written = ExportFormat("mtp_speculators", str(tiny_target_dir), ARCHITECTURES)
     convert(tiny_mtp_dir, tmp_path / "ours", written, target)
     compare_mtp(tmp_path / "ours", target)
     theirs(tmp_path / "ours").save_pretrained(tmp_path / "again")

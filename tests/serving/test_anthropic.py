@@ -9,7 +9,7 @@ from scripted import ScriptedService, finished, named_events
 
 from blockdraft.engine import Engine
 from blockdraft.errors import RequestError
-from blockdraft.serving.request import Chat, Event, GenerationRequest, TextDelta, ToolCall, ToolChoice
+from blockdraft.serving.request import ChatMessages, Event, GenerationRequest, TextDelta, ToolCall, ToolChoice
 from blockdraft.types import Grammar
 
 Script = Callable[..., ScriptedService]
@@ -130,11 +130,11 @@ def test_statistics_on_request(script: Script) -> None:
     assert "metrics" not in ask(script(TEXT)).json()
 
 
-def request_of(service: ScriptedService, **body: Any) -> tuple[GenerationRequest, Chat]:
+def request_of(service: ScriptedService, **body: Any) -> tuple[GenerationRequest, ChatMessages]:
     answer = ask(service, **body)
     assert answer.status_code == 200, answer.text
     request = service.requests[-1]
-    assert isinstance(request.prompt, Chat)
+    assert isinstance(request.prompt, ChatMessages)
     return request, request.prompt
 
 

@@ -11,7 +11,7 @@ from serving_client import MODEL, Client
 
 from blockdraft.engine import Engine
 from blockdraft.serving.backends import Backends
-from blockdraft.serving.request import Chat, Infill, TextDelta, ToolCall
+from blockdraft.serving.request import ChatMessages, Infill, TextDelta, ToolCall
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.types import SamplingParams
@@ -142,15 +142,18 @@ def test_messages_tools_and_formats(engine: Engine) -> None:
     client.post("/api/generate", json={"model": MODEL, "prompt": "a", "suffix": "b"})
     assert answer["message"] == {"role": "assistant", "content": "x", "thinking": "thought"}
     first, second, third, fourth = service.requests
-    assert isinstance(first.prompt, Chat) and first.prompt.tools[0]["function"]["name"] == "weather"
+    assert isinstance(first.prompt, ChatMessages) and first.prompt.tools[0]["function"]["name"] == "weather"
     call = first.prompt.messages[2]["tool_calls"][0]["function"]
     assert call == CALL["function"] and first.prompt.messages[2]["reasoning_content"] == "Hm."
     assert first.prompt.messages[3]["name"] == "weather"
     assert first.prompt.template["reasoning_effort"] == "low"
-    assert isinstance(second.prompt, Chat) and second.prompt.template == {"enable_thinking": False}
+    assert isinstance(second.prompt, ChatMessages) and second.prompt.template == {"enable_thinking": False}
     assert second.params.grammar is not None
     assert json.loads(second.params.grammar.text) == schema | {"additionalProperties": False}
-    assert isinstance(third.prompt, Chat) and third.prompt.messages[0] == {"role": "system", "content": "Be brief."}
+    assert isinstance(third.prompt, ChatMessages) and third.prompt.messages[0] == {
+        "role": "system",
+        "content": "Be brief.",
+    }
     assert third.params.grammar is not None and third.params.grammar.kind == "json_object"
     assert fourth.prompt == Infill("a", "b")
 

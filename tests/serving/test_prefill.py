@@ -19,7 +19,7 @@ from blockdraft.serving import service as service_module
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.chunks import ChunkQueue
 from blockdraft.serving.prompts import prepare
-from blockdraft.serving.request import Chat, GenerationRequest
+from blockdraft.serving.request import ChatMessages, GenerationRequest
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
@@ -113,7 +113,7 @@ def test_prompt_tokens_that_are_not_read_are_a_metric(engine: Engine, client: Cl
 
 def instructions(engine: Engine, *messages: dict[str, Any], **fields: Any) -> str:
     """Return the part of a chat's prompt that may be stored."""
-    request = GenerationRequest(Chat(list(messages), **fields), SamplingParams())
+    request = GenerationRequest(ChatMessages(list(messages), **fields), SamplingParams())
     [choice] = prepare(request, engine, ServeSettings())
     assert engine.target.tokenizer is not None
     return str(engine.target.tokenizer.decode(choice.prompt[: choice.instruction_tokens]))

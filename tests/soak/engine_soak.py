@@ -22,7 +22,7 @@ from soak_report import SHORTEST_MINUTES, Sample, grown_too_much, growth
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
-MOST_OFF = 0.10  # of the engine's own figure for its memory
+MAX_OFF = 0.10  # of the engine's own figure for its memory
 
 
 def soak(
@@ -83,7 +83,7 @@ def soak(
         "no request ended well": not tally.outcomes["length"],
         f"{len(late)} answers are wrong after the faults were switched off": late,
         f"threads are left: {left}": left,
-        own_figure: minutes >= SHORTEST_MINUTES and peak > (1 + MOST_OFF) * planned,  # else it is the warm-up's
+        own_figure: minutes >= SHORTEST_MINUTES and peak > (1 + MAX_OFF) * planned,  # else it is the warm-up's
     }
     failures = [f"a wrong answer: {text}" for text in tally.wrong[:5]]
     failures += [text for text, is_so in wrong.items() if is_so]

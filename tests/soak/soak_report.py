@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.harness.report import picture, table
 
 WARM_UP = 0.3  # share of a run before memory must be flat
-MOST_GROWTH = 0.02  # of the resident memory, from there to the end
+MAX_GROWTH = 0.02  # of the resident memory, from there to the end
 SHORTEST_MINUTES = 5.0  # a run from which flatness can be told
 
 
@@ -38,7 +38,7 @@ def growth(samples: Sequence[Sample]) -> float:
 def grown_too_much(samples: Sequence[Sample], minutes: float) -> list[str]:
     """Return a failure if memory has grown and the run is long enough to tell."""
     grown = growth(samples)
-    return [f"memory has grown by {grown:.1%}"] if minutes >= SHORTEST_MINUTES and grown > MOST_GROWTH else []
+    return [f"memory has grown by {grown:.1%}"] if minutes >= SHORTEST_MINUTES and grown > MAX_GROWTH else []
 
 
 def summary_table(summary: dict[str, Any]) -> str:

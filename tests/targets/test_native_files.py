@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.decode.proposal import chain
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.kernels.cpu import weight_cache
 from blockdraft.kernels.cpu.build import build
 from blockdraft.targets import Target, load_target, target_fingerprint, weights
@@ -32,7 +32,7 @@ def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for way in WAYS:
         dtype = getattr(torch, way["dtype"])
         build(dtype, dtype, 8, "quantize" in way, dtype).library()  # in the cache folder that the tests share
-    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(weight_cache, "MIN_BYTES", 1)
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"
 
@@ -101,8 +101,8 @@ def test_no_tensor_of_the_checkpoint_outlives_its_reading(
     monkeypatch.setenv(weight_cache.SWITCH, str(int(keep)))
     matrices, most, kind = [], [0], weights.open_tensors
 
-    def watched(files: Any) -> dict[str, Stored]:
-        def read(one: Stored) -> Tensor:
+    def watched(files: Any) -> dict[str, StoredTensor]:
+        def read(one: StoredTensor) -> Tensor:
             actual = one.tensor()
             if actual.ndim == 2:
                 matrices.append(weakref.ref(actual.untyped_storage()))
@@ -110,7 +110,7 @@ def test_no_tensor_of_the_checkpoint_outlives_its_reading(
             return actual
 
         return {
-            name: Stored(one.shape, one.kind, lambda one=one: read(one))  # type: ignore[misc]
+            name: StoredTensor(one.shape, one.kind, lambda one=one: read(one))  # type: ignore[misc]
             for name, one in kind(files).items()
         }
 

@@ -21,7 +21,7 @@ from blockdraft_diffusion.likelihood import likelihood
 from blockdraft_diffusion.model import DiffusionConfig, DiffusionModel
 from blockdraft_diffusion.sampler import Sampler
 from blockdraft_diffusion.settings import ConvertSettings, NewSettings, SampleSettings
-from blockdraft_diffusion.text import Tokens
+from blockdraft_diffusion.text import TextTokens
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_paper_layout_loads(paper: DiffusionModel, tmp_path: Path) -> None:
     assert torch.equal(expected, actual)
     [chunk] = list(Sampler(model, SampleSettings(max_new_tokens=4, ignore_eos=True)).stream([[20, 21, 22, 23]]))
     assert len(chunk.token_ids) == 4 and 269 not in chunk.token_ids
-    bits = likelihood(model, [Tokens(tokens[0], tokens[0] > 0)]).bits_per_token
+    bits = likelihood(model, [TextTokens(tokens[0], tokens[0] > 0)]).bits_per_token
     assert 0 < bits < 1000
 
 

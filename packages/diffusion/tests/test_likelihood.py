@@ -12,12 +12,12 @@ from blockdraft.errors import NumbersError, UsageError
 from blockdraft_diffusion.likelihood import likelihood, summarize, t_quantile
 from blockdraft_diffusion.losses import block_causal
 from blockdraft_diffusion.settings import LikelihoodSettings
-from blockdraft_diffusion.text import Tokens
+from blockdraft_diffusion.text import TextTokens
 
 
-def text(length: int, seed: int = 0) -> Tokens:
+def text(length: int, seed: int = 0) -> TextTokens:
     ids = torch.randint(5, 200, (length,), generator=torch.Generator().manual_seed(seed))
-    return Tokens(ids, torch.ones(length, dtype=torch.bool))
+    return TextTokens(ids, torch.ones(length, dtype=torch.bool))
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def test_breakdown(model_of: Any) -> None:
 
 def test_only_eligible_tokens_are_predicted(model_of: Any) -> None:
     tokens, model = text(12), model_of(1)
-    result = likelihood(model, [Tokens(tokens.ids, torch.arange(12) >= 8)])
+    result = likelihood(model, [TextTokens(tokens.ids, torch.arange(12) >= 8)])
     assert result.tokens == 4 and result.by_block[7] is None and result.by_block[8] is not None
     whole = likelihood(model, [tokens])
     assert result.by_block[8:] == pytest.approx(whole.by_block[8:])

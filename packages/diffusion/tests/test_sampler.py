@@ -13,7 +13,7 @@ from blockdraft.errors import NumbersError, UsageError
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 from blockdraft_diffusion.model import DiffusionModel
-from blockdraft_diffusion.sampler import Chunk, Sampler
+from blockdraft_diffusion.sampler import BlockChunk, Sampler
 from blockdraft_diffusion.settings import SampleSettings
 from blockdraft_diffusion.strategies import STRATEGIES
 
@@ -22,7 +22,7 @@ PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56, 57], [60], [70, 71, 72, 73
 
 def completions(
     model: DiffusionModel, prompts: list[Any], stop: tuple[str, ...] = (), **settings: Any
-) -> list[tuple[list[int], str, Chunk]]:
+) -> list[tuple[list[int], str, BlockChunk]]:
     """Return the tokens, text and last chunk of each completion."""
     results: list[Any] = [([], "", None) for _ in prompts]
     for chunk in Sampler(model, SampleSettings(**settings), stop=stop).stream(prompts):

@@ -14,7 +14,7 @@ from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
 from blockdraft_diffusion.text import (
     PackedTexts,
-    Tokens,
+    TextTokens,
     count_unseen,
     encode_gaps,
     read_texts,
@@ -86,9 +86,9 @@ def test_count_unseen() -> None:
     assert count_unseen([1, None], 4) == (0, 0)
 
 
-def text(length: int, begin: int = 0, first_eligible: int = 0) -> Tokens:
+def text(length: int, begin: int = 0, first_eligible: int = 0) -> TextTokens:
     ids = torch.arange(length) + begin
-    return Tokens(ids, ids - begin >= first_eligible)
+    return TextTokens(ids, ids - begin >= first_eligible)
 
 
 def test_texts_are_packed() -> None:

@@ -24,7 +24,7 @@ from blockdraft_diffusion.folder import load_model
 from blockdraft_diffusion.likelihood import likelihood
 from blockdraft_diffusion.model import DiffusionModel
 from blockdraft_diffusion.settings import DiffusionRecipe, LikelihoodSettings, NewSettings
-from blockdraft_diffusion.text import Tokens, read_texts
+from blockdraft_diffusion.text import TextTokens, read_texts
 from blockdraft_diffusion.train import train
 from blockdraft_train import checkpoints
 from blockdraft_train.graceful_shutdown import FINISH
@@ -35,10 +35,10 @@ SMALL = {"length": 12, "batch": 4, "warmup": 2, "held_out": 0.1, "save_every": 2
 SMALL |= {"dtype": "float32"}  # the same on every processor
 
 
-def texts(count: int = 200) -> list[Tokens]:
+def texts(count: int = 200) -> list[TextTokens]:
     """Return two texts that repeat five tokens."""
     ids = torch.arange(count) % 5 + 60
-    return [Tokens(part, torch.ones(len(part), dtype=torch.bool)) for part in ids.split(count - 50)]
+    return [TextTokens(part, torch.ones(len(part), dtype=torch.bool)) for part in ids.split(count - 50)]
 
 
 def run(model_of: Any, out: Path, steps: int, progress: Progress | None = None, **changes: Any) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def test_each_epoch_trains_on_all_sequences(model_of: Any, tmp_path: Path, monke
     model, ids = model_of(4), torch.arange(120) + 60
     inputs = record_inputs(model, monkeypatch)
     recipe = DiffusionRecipe(**SMALL | {"held_out": 0.0})
-    train(model, [Tokens(ids, torch.ones(120, dtype=torch.bool))], 5, tmp_path / "out", recipe)
+    train(model, [TextTokens(ids, torch.ones(120, dtype=torch.bool))], 5, tmp_path / "out", recipe)
     order = [sequence[1, 0].item() for batch in inputs for sequence in batch]
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(60, 180, 12)) and order[:10] != order[10:]
 
@@ -235,7 +235,7 @@ def test_sequences_without_a_token_to_learn_are_skipped(model_of: Any, tmp_path:
     ids, notes = torch.arange(120) % 5 + 60, list[str]()
     recipe = DiffusionRecipe(**SMALL | {"held_out": 0.2})
     lines = train(
-        model_of(4), [Tokens(ids, torch.arange(120) < 70)], 1, tmp_path / "out", recipe, Progress(note=notes.append)
+        model_of(4), [TextTokens(ids, torch.arange(120) < 70)], 1, tmp_path / "out", recipe, Progress(note=notes.append)
     )
     assert "held_out_bits" in lines[-1] and notes[0].startswith("4 training sequences of 12 tokens, 2 held out")
     assert "4 sequences without a token to learn, left out" in notes

@@ -18,7 +18,7 @@ from blockdraft.engine import Engine
 from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.targets import Target, backends, load_target
 from blockdraft.types import Drafting, LoadOptions, SamplingParams
-from blockdraft_jax.model import Layout, local_layout
+from blockdraft_jax.model import ShardedLayout, local_layout
 
 pytestmark = pytest.mark.jax
 
@@ -28,7 +28,7 @@ PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41]]
 TREE = torch.tensor([[7, 60, 33, 12, 9, 11]]), torch.tensor([[-1, 0, 1, 0, 3, 4]])
 
 
-def load(path: Path, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> Any:
+def load(path: Path, layout: ShardedLayout | None = None, dtype: torch.dtype = torch.float32) -> Any:
     layout = layout or local_layout(jax.local_devices()[:1])
     return backends()["jax"].load(path, LoadOptions(dtype=dtype, device="cpu"), layout)
 

@@ -13,7 +13,7 @@ from blockdraft.formats.gguf.drafter import write_drafter
 from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft_train.variant import Variant, find_variant, variant_names
 from blockdraft_train.variants.dflash import DFlashFamily, DFlashRecipe, DFlashVariant
 
@@ -167,7 +167,7 @@ def test_every_variant_trains_a_drafter_that_is_registered_whole(
     network = variant.network(config)
     assert type(network) is entry.network and len(entry.layouts) > 0
     for layout in entry.layouts:
-        written = Format(layout, str(tiny_target_dir), ("Qwen3ForCausalLM",))
+        written = ExportFormat(layout, str(tiny_target_dir), ("Qwen3ForCausalLM",))
         export(tmp_path / layout, written, config, variant.saved(network.state_dict()), target)
         assert type(load_drafter(tmp_path / layout, target=target)) is entry.drafter
 

@@ -27,7 +27,7 @@ from blockdraft.machine import uncollected
 from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:
-    from blockdraft.engine import Chunk, Completion, Conversation, Turn
+    from blockdraft.engine import Chunk, Completion, Conversation, PendingTurn
 
 CHAT = SamplingParams(max_new_tokens=1024)
 COMMANDS = {
@@ -72,10 +72,10 @@ def chat(
         loaded = drafter.load(target)
     with chat_engine(target, loaded, drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        Chat(Conversation(engine, system), sampling, standard() if is_terminal else None).run()
+        ChatSession(Conversation(engine, system), sampling, standard() if is_terminal else None).run()
 
 
-class Chat:
+class ChatSession:
     """A chat with a person, or with a pipe.
 
     Args:
@@ -185,7 +185,7 @@ class Chat:
         self._tell_end(turn, completion)
         self._console.print()
 
-    def _tell_end(self, turn: Turn, completion: Completion) -> None:
+    def _tell_end(self, turn: PendingTurn, completion: Completion) -> None:
         if not completion.text:
             self._tell("There was no answer, so the message is not kept.")
             self._draft = turn.text

@@ -26,7 +26,7 @@ PARQUET_ROWS = 1000  # read at once
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatRecord:
     """Messages of a conversation, as chat templates take them.
 
     Attributes:
@@ -39,7 +39,7 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
 
 
-Record: TypeAlias = "str | Chat"
+Record: TypeAlias = "str | ChatRecord"
 
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool"}
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
@@ -146,7 +146,7 @@ def _parse_form(present: dict[str, Any], settings: RecordSettings) -> tuple[Reco
                 return _with_system(chat, present), {name, tools, *SYSTEM}, "chat"
         if "turns" in present:
             texts = [_text({"turns": text}, "turns") for text in _list("turns", present["turns"])]
-            chat = Chat([message for text in texts for message in _pair(text)])
+            chat = ChatRecord([message for text in texts for message in _pair(text)])
             return _with_system(chat, present), {"turns", *SYSTEM}, "pair"
         if "prompt" not in present and "text" in present:
             return _text(present, "text"), {"text"}, "text"
@@ -157,7 +157,7 @@ def _parse_form(present: dict[str, Any], settings: RecordSettings) -> tuple[Reco
         )
     if response not in present and (settings.response_field is not None or "completion" in present):
         raise UsageError(f"it has the fields {sorted(present)} and no {response!r}; name it by --response-field.")
-    chat = Chat(_pair(_text(present, prompt), _text(present, response) if response in present else None))
+    chat = ChatRecord(_pair(_text(present, prompt), _text(present, response) if response in present else None))
     return _with_system(chat, present), {prompt, response, *SYSTEM}, "pair"
 
 
@@ -177,7 +177,7 @@ def _log_ignored(names: frozenset[str]) -> None:
         log.warning("Ignored fields of records: %s.", ", ".join(sorted(names)))
 
 
-def _with_system(chat: Chat, present: Mapping[str, Any]) -> Chat:
+def _with_system(chat: ChatRecord, present: Mapping[str, Any]) -> ChatRecord:
     """Return a chat that begins with the system message that a field of its own holds.
 
     Raises:
@@ -190,7 +190,7 @@ def _with_system(chat: Chat, present: Mapping[str, Any]) -> Chat:
         own = [message["content"] for message in chat.messages if message["role"] in ("system", "developer")]
         if own and own != [text]:
             raise UsageError(f'"{name}" is given beside a system message in the conversation; leave one of them out.')
-        return chat if own else Chat([{"role": "system", "content": text}, *chat.messages], chat.tools)
+        return chat if own else ChatRecord([{"role": "system", "content": text}, *chat.messages], chat.tools)
     return chat
 
 
@@ -211,7 +211,7 @@ def parse_for_continuation(raw: Any, settings: RecordSettings) -> Record:
             "To generate the responses of chats, leave out --continue, and add --chat-template FILE if the target has "
             "none."
         )
-    return Chat(record.messages[:1])
+    return ChatRecord(record.messages[:1])
 
 
 def pieces_of(text: str, size: int) -> Iterator[str]:
@@ -235,16 +235,16 @@ def _pair(prompt: str, response: str | None = None) -> list[Message]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
-def _chat(name: str, messages: Any, tools: Any) -> Chat:
+def _chat(name: str, messages: Any, tools: Any) -> ChatRecord:
     chat = [_message(name, i, message) for i, message in enumerate(_list(name, messages))]
     if not any(message["role"] == "user" for message in chat):
         raise UsageError(f'"{name}" holds no message of a user; a conversation needs one.')
     tools = _from_json("tools", tools)
     if not tools:
-        return Chat(chat)
+        return ChatRecord(chat)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UsageError(f'"tools" must be a list of tools, got {_short(tools)}.')
-    return Chat(chat, [_tool(tool.get("function", tool)) for tool in tools])
+    return ChatRecord(chat, [_tool(tool.get("function", tool)) for tool in tools])
 
 
 def _tool(function: Any) -> dict[str, Any]:

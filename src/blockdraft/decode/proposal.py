@@ -87,7 +87,7 @@ class SampledPlan(Plan):
         return self.as_tree(self.tree_budget)
 
 
-class Turn(NamedTuple):
+class DraftTurn(NamedTuple):
     """A member of a hybrid drafter that may draft in a step, by index, and the tokens per second of its steps."""
 
     drafter: int
@@ -99,7 +99,7 @@ class Turn(NamedTuple):
 class HybridPlan(Plan):
     """Asks the members of a hybrid drafter in turn, until one promises more tokens per second than those behind it."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[DraftTurn]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ MAX_FOLLOWERS = 8  # different next tokens of one context that are considered
 NEWEST = 0.05  # weight of the newest token in an acceptance rate
 
 
-class Match(NamedTuple):
+class SuffixMatch(NamedTuple):
     """The longest suffix of a context that occurs in an index.
 
     Attributes:
@@ -23,7 +23,7 @@ class Match(NamedTuple):
     state: int = 0
 
 
-NO_MATCH = Match()
+NO_MATCH = SuffixMatch()
 
 
 class SuffixIndex:
@@ -48,9 +48,9 @@ class SuffixIndex:
             self.append(token)
 
     @property
-    def longest(self) -> Match:
+    def longest(self) -> SuffixMatch:
         state = max(self._link[self._last], 0)
-        return Match(self._length[state], state)
+        return SuffixMatch(self._length[state], state)
 
     def append(self, token: int) -> None:
         """Append a token."""
@@ -88,7 +88,7 @@ class SuffixIndex:
             child = clone
         link[new] = child
 
-    def extend(self, match: Match, token: int) -> Match:
+    def extend(self, match: SuffixMatch, token: int) -> SuffixMatch:
         """Return the match of the context that a token makes longer."""
         length, state = match
         while token not in self._next[state]:
@@ -96,20 +96,20 @@ class SuffixIndex:
                 return NO_MATCH
             state = self._link[state]
             length = self._length[state]
-        return Match(length + 1, self._next[state][token])
+        return SuffixMatch(length + 1, self._next[state][token])
 
-    def match(self, context: Sequence[int]) -> Match:
+    def match(self, context: Sequence[int]) -> SuffixMatch:
         """Return the longest suffix of a context that occurs in the sequence."""
         match = NO_MATCH
         for token in context:
             match = self.extend(match, token)
         return match
 
-    def end(self, match: Match) -> int:
+    def end(self, match: SuffixMatch) -> int:
         """Return the position behind the latest known occurrence of a match."""
         return self._end[match.state]
 
-    def followers(self, match: Match) -> Iterator[tuple[int, int]]:
+    def followers(self, match: SuffixMatch) -> Iterator[tuple[int, int]]:
         """Yield the tokens that follow a match or a suffix of it, each with the length of that suffix.
 
         Longer suffixes come first, and for each suffix the tokens that followed it most recently. A token may come

@@ -29,7 +29,7 @@ from blockdraft.types import Compile
 BLOCK_SIZE = 8
 
 
-class Tokens(NamedTuple):
+class LMTokens(NamedTuple):
     """Tokens of a sequence.
 
     Attributes:
@@ -45,20 +45,20 @@ class Tokens(NamedTuple):
 class DraftState(SequenceState):
     """Tokens of the sequences of a batch, and the draft model's cache of them."""
 
-    values: dict[int, Tokens]
+    values: dict[int, LMTokens]
 
     def __init__(self, cache: KVCache, batch: int, capacity: int) -> None:
         super().__init__(batch, capacity, [cache])
 
-    def new_value(self) -> Tokens:
-        return Tokens([], [])
+    def new_value(self) -> LMTokens:
+        return LMTokens([], [])
 
-    def cut(self, value: Tokens, length: int) -> Tokens:
+    def cut(self, value: LMTokens, length: int) -> LMTokens:
         committed = value.committed[:length]
-        return Tokens(committed, value.cached[: len(committed)])
+        return LMTokens(committed, value.cached[: len(committed)])
 
-    def value_of(self, start: int, tokens: Sequence[int]) -> Tokens:
-        return Tokens(list(tokens), list(tokens[: self.cache.of([start]).lengths[0]]))
+    def value_of(self, start: int, tokens: Sequence[int]) -> LMTokens:
+        return LMTokens(list(tokens), list(tokens[: self.cache.of([start]).lengths[0]]))
 
     @property
     def cache(self) -> Any:
@@ -81,7 +81,7 @@ class DraftState(SequenceState):
 
     def record(self, committed: Sequence[list[int]], cached: Sequence[list[int]]) -> None:
         """Set the tokens of the sequences."""
-        self.values.update(zip(self.starts, map(Tokens, committed, cached), strict=True))
+        self.values.update(zip(self.starts, map(LMTokens, committed, cached), strict=True))
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep at most the given number of each sequence's tokens in the cache."""

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 FIRST_YIELD = 1.0  # assumed accepted tokens of a chain, until a chain of its member has been verified
 NEWEST = 0.1  # weight of the newest chain in the running mean of accepted tokens
-MOST_PENDING = 512  # tokens of a sequence to accumulate for a member before it observes them
+MAX_PENDING = 512  # tokens of a sequence to accumulate for a member before it observes them
 
 
 @dataclass
@@ -78,7 +78,7 @@ class HybridState(SequenceState):
 
     def add_pending(self, index: int, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         """Add pending tokens of a member, which first observes earlier ones if they are many. Adds none if it fails."""
-        if any(sequence.num_pending(index) >= MOST_PENDING for sequence in self.sequences):
+        if any(sequence.num_pending(index) >= MAX_PENDING for sequence in self.sequences):
             self.catch_up(index)
         for i, (sequence, count) in enumerate(zip(self.sequences, lengths, strict=True)):
             states = None if hidden_states is None else hidden_states[i, :count]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blockdraft.decode.prediction import Prediction
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.decode.suffix_index import Match, MatchRates, SuffixIndex
+from blockdraft.decode.suffix_index import MatchRates, SuffixIndex, SuffixMatch
 from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.nn.cache import SequenceState
@@ -196,11 +196,11 @@ class LookupDrafter(Drafter):
         )
 
 
-Matches = Sequence[tuple[SuffixIndex, Match]]
+Matches = Sequence[tuple[SuffixIndex, SuffixMatch]]
 Draft = tuple[list[int], list[int], list[float]]  # tokens and parents, from the anchor on; acceptance probabilities
 
 
-def _longest(matches: Matches) -> tuple[SuffixIndex, Match]:
+def _longest(matches: Matches) -> tuple[SuffixIndex, SuffixMatch]:
     """Return the longest match with its index, that of the first index if several are as long."""
     return max(matches, key=lambda item: item[1].length)
 

@@ -1,7 +1,7 @@
 """The engine: one lossless decode loop for all drafters and targets."""
 
 from blockdraft.engine.adaptive.costs import Costs
-from blockdraft.engine.conversation import ContextFull, Conversation, Turn, chat_engine
+from blockdraft.engine.conversation import ContextFull, Conversation, PendingTurn, chat_engine
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.infill import ExtraFile, InfillTokens, infill_params, infill_prompt
 from blockdraft.engine.request import Chunk, Completion, Request
@@ -18,7 +18,7 @@ __all__ = [
     "InfillTokens",
     "Request",
     "Stats",
-    "Turn",
+    "PendingTurn",
     "chat_engine",
     "infill_params",
     "infill_prompt",

@@ -23,7 +23,7 @@ class ContextFull(UsageError):
 
 
 @dataclass(frozen=True)
-class Turn:
+class PendingTurn:
     """A message that is being answered. `Conversation.keep` adds it to the conversation.
 
     Attributes:
@@ -80,7 +80,7 @@ class Conversation:
 
     def ask(
         self, text: str, params: SamplingParams | None = None, listener: Callable[[Chunk], object] | None = None
-    ) -> Turn:
+    ) -> PendingTurn:
         """Begin to answer a message, and return at once.
 
         The answer has at most `params.max_new_tokens` tokens, or as many as fit. `listener` is called as in
@@ -99,9 +99,9 @@ class Conversation:
             )
         params = params or SamplingParams()
         params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
-        return Turn(text, self.engine.submit(ids, params, listener))
+        return PendingTurn(text, self.engine.submit(ids, params, listener))
 
-    def keep(self, turn: Turn) -> Completion:
+    def keep(self, turn: PendingTurn) -> Completion:
         """Wait for the answer, and add message and answer to the conversation.
 
         A cancelled answer is added as far as it got, unless it has no text.

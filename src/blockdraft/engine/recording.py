@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 HIDDEN_STATES = "hidden-states"  # folder of the hidden states in a record folder
 OPEN = "open"  # folder of conversations that may go on
-LEAST_BYTES = 2**20
+MIN_BYTES = 2**20
 SHARDS = 8  # at least, before the oldest is deleted
 SHARD_BYTES = 2**26
 TURN_SECONDS = 600.0  # after which no further turn of a conversation is expected
@@ -134,8 +134,8 @@ class RecordFolder:
     def __init__(self, folder: Path, target: Target, target_layers: Sequence[int], limit: int) -> None:
         if target.tokenizer is None:
             raise UsageError("Without a tokenizer, the target's requests cannot be recorded; leave out --record.")
-        if limit < LEAST_BYTES:
-            raise UsageError(f"record_bytes must be at least {LEAST_BYTES}, got {limit}.")
+        if limit < MIN_BYTES:
+            raise UsageError(f"record_bytes must be at least {MIN_BYTES}, got {limit}.")
         self.folder, self.target_layers, self._limit = folder, tuple(target_layers), limit
         self.shard_bytes = min(SHARD_BYTES, limit // SHARDS)
         self._width = len(self.target_layers) * target.hidden_size

@@ -196,7 +196,7 @@ def measure(
             little memory.
     """
     assert params.temperature == 0 or params.seed is not None
-    run = Run(engines, sets, params, settings)
+    run = MethodRun(engines, sets, params, settings)
     run.check()
     count = sum(len(prompt_set.prompts) for prompt_set in sets)
     done, total = 0, count * (1 + len(engines) * settings.repeats)
@@ -234,7 +234,7 @@ def measure(
     return trials
 
 
-class Run:
+class MethodRun:
     """Decodes batches of prompts; arguments as in `measure`."""
 
     def __init__(
@@ -298,7 +298,7 @@ def profiles(
     Returns:
         Profiles by method; empty if no prompt was timed.
     """
-    run = Run(engines, sets, params, settings)
+    run = MethodRun(engines, sets, params, settings)
     batches = [(t.prompt_set, t.prompts) for t in trials if t.method == PLAIN and t.repeat == 0]
     done, total = 0, sum(len(prompts) for _, prompts in batches) * len(engines)
     seconds: dict[str, dict[str, float]] = {method: dict.fromkeys(PARTS, 0.0) for method in engines}

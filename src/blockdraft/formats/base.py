@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.starting import Start
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import need
 from blockdraft.plugins import parts, plugins
@@ -71,7 +71,7 @@ class Layout(Protocol):
     def config(
         self,
         raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored],
+        tensors: Mapping[str, StoredTensor],
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[Any, bool]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.folders import replaced
 from blockdraft.formats.base import layout_of
-from blockdraft.formats.stored import Stored, check_floats, open_tensors, stored
+from blockdraft.formats.stored import StoredTensor, check_floats, open_tensors, stored
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import MAPS
 from blockdraft.nn.draft_config import need
@@ -64,13 +64,13 @@ def weight_files(path: str | Path, pickle: str = PICKLED) -> list[Path]:
     return files or [file for file in [Path(path, pickle)] if file.is_file()]
 
 
-def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
+def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, StoredTensor]:
     """Open all tensors of a folder's `weight_files`, by their names without a prefix `model.`.
 
     Raises:
         UsageError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
     """
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     files = weight_files(path, pickle)
     with blaming(Path(path, "config.json")):
         need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
@@ -84,7 +84,7 @@ def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
     return tensors
 
 
-def _unpickled(file: Path) -> dict[str, Stored]:
+def _unpickled(file: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a file pickled by torch. Nothing but tensors is unpickled."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)

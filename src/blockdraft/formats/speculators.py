@@ -24,7 +24,7 @@ from blockdraft.formats.architectures import Architecture, architecture_of, by_n
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, target_layers_of
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import config_dict as zlab_config_dict
@@ -235,7 +235,7 @@ class Speculators:
     def config(
         self,
         raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored],
+        tensors: Mapping[str, StoredTensor],
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[DraftConfig, bool]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
+from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
 
 VERSION = "0.9.0"  # release of speculators whose keys are written
 SHOWN = 200  # characters of an error of transformers, which may list all of its models
@@ -94,7 +94,7 @@ def layer_config(raw: Any) -> dict[str, Any]:
     need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
     settings = {**raw}
     kind = settings.pop("model_type", "qwen3")
-    whole("num_hidden_layers", settings.get("num_hidden_layers", 1), maximum=MOST_LAYERS)
+    whole("num_hidden_layers", settings.get("num_hidden_layers", 1), maximum=MAX_LAYERS)
     from transformers import AutoConfig
 
     try:

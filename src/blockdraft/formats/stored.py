@@ -21,7 +21,7 @@ FEW_BITS = "few bits"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Tensor of a checkpoint, on disk or in memory.
 
     Attributes:
@@ -39,14 +39,14 @@ class Stored:
         return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
-def open_tensors(files: Sequence[str]) -> dict[str, Stored]:
+def open_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
     """Open the tensors of safetensors files. Reading one keeps memory only as long as the tensor lives."""
     tensors = {}
     for file in files:
         with safe_open(file, "pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (no dictionary)
                 header = shard.get_slice(name)
-                tensors[name] = Stored(tuple(header.get_shape()), header.get_dtype(), partial(_read, file, name))
+                tensors[name] = StoredTensor(tuple(header.get_shape()), header.get_dtype(), partial(_read, file, name))
     return tensors
 
 
@@ -57,11 +57,11 @@ def _read(file: str, name: str) -> Tensor:
         return tensor
 
 
-def stored(tensor: Tensor) -> Stored:
-    return Stored(tuple(tensor.shape), KINDS.get(tensor.dtype, str(tensor.dtype)), lambda: tensor)
+def stored(tensor: Tensor) -> StoredTensor:
+    return StoredTensor(tuple(tensor.shape), KINDS.get(tensor.dtype, str(tensor.dtype)), lambda: tensor)
 
 
-def check_floats(tensors: Mapping[str, Stored]) -> None:
+def check_floats(tensors: Mapping[str, StoredTensor]) -> None:
     """Raise a UsageError unless all tensors are unquantized floating-point numbers of 16 bits or more."""
     others = [name for name, tensor in tensors.items() if tensor.kind not in FLOATS]
     if others:

@@ -19,9 +19,9 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
 from blockdraft.formats.gguf.rope import paired
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.formats.trained import UNKNOWN, Trained
-from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_target_layers, need, whole
+from blockdraft.nn.draft_config import MAX_LAYERS, DraftConfig, LayerAttention, default_target_layers, need, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Keys of `dflash_config` that `parse_config` reads. Each is also allowed at the top level.
@@ -63,7 +63,7 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
                 need(value in inert.get(key, (False,)), key, value, "absent; this value is not supported")
     named = {field.name: _pick(raw, field.name) for field in fields(architecture.config)}
     heads, hidden = (whole(key, named[key]) for key in ("num_attention_heads", "hidden_size"))
-    depth = whole("num_hidden_layers", named["num_hidden_layers"], maximum=MOST_LAYERS)
+    depth = whole("num_hidden_layers", named["num_hidden_layers"], maximum=MAX_LAYERS)
     if named["mask_token_id"] is None:
         text = _pick(raw, "mask_token")
         named["mask_token_id"] = (vocabulary or {}).get(text)
@@ -250,7 +250,7 @@ class ZLab:
     def config(
         self,
         raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored],
+        tensors: Mapping[str, StoredTensor],
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[DraftConfig, bool]:

@@ -5,7 +5,17 @@ The catalogue is `models.csv` and `catalogue.toml`, with their schema in `catalo
 
 from __future__ import annotations
 
-from blockdraft.models.catalogue import Drafter, Measured, Model, WeightFile, Wheel, catalogue, find, known, suggestion
+from blockdraft.models.catalogue import (
+    Model,
+    PublishedDrafter,
+    PublishedTau,
+    WeightFile,
+    Wheel,
+    catalogue,
+    find,
+    known,
+    suggestion,
+)
 from blockdraft.models.places import (
     DEFAULT,
     TINY,
@@ -19,6 +29,6 @@ from blockdraft.models.places import (
 )
 from blockdraft.models.recognise import alike, made_for, recognised
 
-__all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "bundled_drafter"]
+__all__ = ["DEFAULT", "TINY", "PublishedDrafter", "PublishedTau", "Model", "WeightFile", "Wheel", "bundled_drafter"]
 __all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder"]
 __all__ += ["named_for_others", "pulled", "alike", "made_for", "recognised", "suggestion"]

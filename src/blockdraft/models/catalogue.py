@@ -39,7 +39,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Measured(Record):
+class PublishedTau(Record):
     """Published tau of a drafter: tokens committed per target forward pass, bonus token included.
 
     Attributes:
@@ -57,7 +57,7 @@ class Measured(Record):
     thinking: bool | None = None
 
 
-class Drafter(Record):
+class PublishedDrafter(Record):
     """A published drafter.
 
     Attributes:
@@ -82,7 +82,7 @@ class Drafter(Record):
     layers: Count | None = None
     licence: str | None = None
     with_lookup: bool = False
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[PublishedTau, ...] = ()
 
 
 class Wheel(Record):
@@ -185,7 +185,7 @@ class Model(Record):
     context: Count | None = None
     source: Url | None = None
     file: WeightFile | None = None
-    drafters: tuple[Drafter, ...] = ()
+    drafters: tuple[PublishedDrafter, ...] = ()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Model:

@@ -16,9 +16,9 @@ from typing_extensions import Self
 
 from blockdraft.machine import send
 
-LEAST_SLOTS = 256  # smallest result of `slot_bucket`
+MIN_SLOTS = 256  # smallest result of `slot_bucket`
 # Bytes. Huge pages save small models most of the time of a first use. Large models would waste up to one per head.
-HUGE_PAGE, MOST_ROUNDING = 2 << 20, 256 << 20
+HUGE_PAGE, MAX_ROUNDING = 2 << 20, 256 << 20
 
 
 class SequenceState:
@@ -337,7 +337,7 @@ def bucket(count: int) -> int:
 
 def slot_bucket(slots: int) -> int:
     """Round up the slots of a sequence, so that sequences of similar lengths have the same number."""
-    return max(bucket(slots), LEAST_SLOTS)
+    return max(bucket(slots), MIN_SLOTS)
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     kinds = ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE")  # do not reserve memory for unused slots
     flags = sum(getattr(mmap, kind, 0) for kind in kinds)
     memory = mmap.mmap(-1, size, flags) if flags else mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE") and prod(shape[:-2]) * HUGE_PAGE <= MOST_ROUNDING:
+    if hasattr(mmap, "MADV_HUGEPAGE") and prod(shape[:-2]) * HUGE_PAGE <= MAX_ROUNDING:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).resize_(shape)  # a view would keep the present grad mode

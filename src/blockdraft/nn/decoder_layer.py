@@ -38,7 +38,7 @@ ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | Devi
 Memory: TypeAlias = Tensor | DeltaRecurrence | ConvolutionMemory
 # Calls a layer with the arguments of `DecoderLayer.forward`.
 RunLayer: TypeAlias = Callable[..., Tensor]
-LEAST_SHARES = 1e-6  # added to sums of sigmoid shares to avoid division by zero
+MIN_SHARES = 1e-6  # added to sums of sigmoid shares to avoid division by zero
 
 
 class Norm(nn.Module):
@@ -254,7 +254,7 @@ class DecoderLayer(nn.Module):
             chosen = (probs + self.expert_bias).topk(experts.chosen, dim=-1).indices
             shares = probs.gather(1, chosen)
         if experts.normed:
-            least = LEAST_SHARES if experts.sigmoid else 0.0
+            least = MIN_SHARES if experts.sigmoid else 0.0
             shares = shares / (shares.sum(dim=-1, keepdim=True) + least)
         if self.expert_scale is not None:
             shares = shares * self.expert_scale[chosen]

@@ -16,7 +16,7 @@ from blockdraft.nn.cache import RecurrentState
 from blockdraft.nn.decoder_config import DeltaNet
 
 CHUNK = 64  # nodes of a chain to compute at once; the work grows with their square
-LEAST_NORM = 1e-6  # added to the squared lengths of queries and keys to avoid division by zero
+MIN_NORM = 1e-6  # added to the squared lengths of queries and keys to avoid division by zero
 
 
 class Entering(NamedTuple):
@@ -121,7 +121,7 @@ class GatedDeltaNet(nn.Module):
 
 def normed(x: Tensor) -> Tensor:
     """Normalize vectors `[..., D]` to length one."""
-    return x * (x.square().sum(-1, keepdim=True) + LEAST_NORM).rsqrt()
+    return x * (x.square().sum(-1, keepdim=True) + MIN_NORM).rsqrt()
 
 
 def delta_rule(state: Tensor, nodes: Entering, within: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from blockdraft.errors import UsageError
 
 # No model exceeds these. A network with larger sizes would take all memory.
-LARGEST, MOST_LAYERS, LARGEST_FLOAT = 2**31, 1024, 1e30
+LARGEST, MAX_LAYERS, LARGEST_FLOAT = 2**31, 1024, 1e30
 
 
 @dataclass(frozen=True)

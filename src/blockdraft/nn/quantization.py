@@ -20,12 +20,12 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 
-MOST_CODE = 127  # largest code of an input
-LEAST_INPUT = 1e-30  # a group whose largest number is not above this becomes 0
+MAX_CODE = 127  # largest code of an input
+MIN_INPUT = 1e-30  # a group whose largest number is not above this becomes 0
 GROUPS = (128, 64, 32, 16, 8)  # sizes that `best_group` chooses from, the best first
-LEAST_GROUP = GROUPS[-1]
-MOST_GROUP = 65536  # largest group whose products compiled kernels add without overflow
-MOST_NESTED = 256  # most inputs that share a unit, for the same reason
+MIN_GROUP = GROUPS[-1]
+MAX_GROUP = 65536  # largest group whose products compiled kernels add without overflow
+MAX_NESTED = 256  # most inputs that share a unit, for the same reason
 NESTED_BASE = 32  # added to 8-bit codes of nested factors
 PIECE = 1 << 20  # codes to interleave at once
 HIGH_BITS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]  # places of the high bits of 6-bit codes
@@ -97,7 +97,7 @@ class QuantizedWeight:
         assert self.bits in (4, 8) and self.codes.dtype == torch.int8, (self.bits, self.codes.dtype)
         assert len(self.scale.shape) == 2 and self.scale.shape[0] == len(self.codes), (self.scale.shape, self.shape)
         assert self.codes.size(1) == self.scale.shape[1] * self.group, (self.scale.shape, self.codes.shape)
-        assert self.group % LEAST_GROUP == 0, self.group
+        assert self.group % MIN_GROUP == 0, self.group
         if self.offset is not None:
             assert self.offset.shape == self.scale.shape, (self.offset.shape, self.scale.shape)
         for name, factors in (("scale", self.scale), ("offset", self.offset)):
@@ -106,7 +106,7 @@ class QuantizedWeight:
         assert len(spans(self.scale, self.offset)) < 2, "the units of scale and offset are of different groups"
         if self.offset is not None:
             assert isinstance(self.scale, NestedFactors) == isinstance(self.offset, NestedFactors), "only one is nested"
-        assert not isinstance(self.scale, NestedFactors) or self.sharing <= MOST_NESTED, self.sharing
+        assert not isinstance(self.scale, NestedFactors) or self.sharing <= MAX_NESTED, self.sharing
 
     @property
     def group(self) -> int:
@@ -190,11 +190,11 @@ def quantize_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """
     parts = x.float().unflatten(1, (-1, group))
     largest = parts.abs().amax(-1)
-    nonzero = largest > LEAST_INPUT
+    nonzero = largest > MIN_INPUT
     # torch computes number / tensor as number * (1 / tensor), which rounds twice. Tensor / tensor rounds once.
-    inverse = torch.where(nonzero, torch.full_like(largest, MOST_CODE) / largest, 0.0)
-    factor = torch.where(nonzero, largest / torch.full_like(largest, MOST_CODE), 0.0)
-    codes = (parts * inverse.unsqueeze(-1)).round().clamp(-MOST_CODE, MOST_CODE)
+    inverse = torch.where(nonzero, torch.full_like(largest, MAX_CODE) / largest, 0.0)
+    factor = torch.where(nonzero, largest / torch.full_like(largest, MAX_CODE), 0.0)
+    codes = (parts * inverse.unsqueeze(-1)).round().clamp(-MAX_CODE, MAX_CODE)
     finite = parts.isfinite().all(-1)
     return torch.where(finite.unsqueeze(-1), codes, 0.0).flatten(1), torch.where(finite, factor, torch.nan)
 
@@ -209,15 +209,15 @@ def best_group(inputs: int) -> int:
         if inputs % group == 0:
             return group
     raise UsageError(
-        f"A weight of {inputs} inputs cannot be quantized, because no group of {LEAST_GROUP} to {GROUPS[0]} divides "
+        f"A weight of {inputs} inputs cannot be quantized, because no group of {MIN_GROUP} to {GROUPS[0]} divides "
         "them. Leave quantize out."
     )
 
 
 def check_group(inputs: int, group: int) -> None:
     """Raise a UsageError unless the group divides the inputs, and compiled kernels can read it."""
-    if group < LEAST_GROUP or group % LEAST_GROUP:
-        raise UsageError(f"group must be a multiple of {LEAST_GROUP}, got {group}.")
+    if group < MIN_GROUP or group % MIN_GROUP:
+        raise UsageError(f"group must be a multiple of {MIN_GROUP}, got {group}.")
     if inputs % group:
         fitting = ", ".join(str(size) for size in GROUPS if inputs % size == 0)
         raise UsageError(f"Groups of {group} do not divide {inputs} inputs; {fitting or 'no supported group'} would.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantization import MOST_CODE, QuantizedWeight, check_group, concatenate_weights, narrow
+from blockdraft.nn.quantization import MAX_CODE, QuantizedWeight, check_group, concatenate_weights, narrow
 
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # ranges to try, as shares of the largest number
 QUICK = (1.0, 0.9)  # ranges to try while a user waits for the model
@@ -41,7 +41,7 @@ class Grid:
     def limits(self) -> tuple[int, int]:
         if self.zero is not None:
             return 0, (1 << self.bits) - 1
-        return (-8, 7) if self.bits == 4 else (-MOST_CODE, MOST_CODE)
+        return (-8, 7) if self.bits == 4 else (-MAX_CODE, MAX_CODE)
 
     def codes(self, parts: Tensor) -> Tensor:
         """Return the nearest codes of numbers `[out, groups, n]`."""
@@ -113,7 +113,7 @@ def _grids(parts: Tensor, bits: int, share: float, zero_points: bool) -> list[Gr
         return [Grid(scale, zero, bits)]
     extreme = share * parts.gather(-1, parts.abs().argmax(-1, keepdim=True)).squeeze(-1)
     if bits == 8:
-        return [Grid(_in_half(extreme.abs() / MOST_CODE), None, bits)]
+        return [Grid(_in_half(extreme.abs() / MAX_CODE), None, bits)]
     # 4 bits go from -8 to 7. In a smaller range the largest number may be at either end.
     return [Grid(_in_half(extreme / end), None, bits) for end in (-8, 7)]
 

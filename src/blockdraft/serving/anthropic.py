@@ -17,7 +17,7 @@ from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ANTHROPIC_PATH, ApiError
 from blockdraft.serving.metrics import draft_statistics
 from blockdraft.serving.request import (
-    Chat,
+    ChatMessages,
     Event,
     Finished,
     GenerationRequest,
@@ -187,7 +187,7 @@ class CountRequest(Schema):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def to_chat(self, choice: AnthropicToolChoice | None = None) -> Chat:
+    def to_chat(self, choice: AnthropicToolChoice | None = None) -> ChatMessages:
         """Convert the chat. As in Anthropic's API, thinking is off unless the request asks for it."""
         messages = list[dict[str, Any]]()
         if system := BILLING.sub("", join_text("system", self.system or "")):
@@ -196,7 +196,7 @@ class CountRequest(Schema):
             messages += message.to_template(f"messages.{number}.content")
         thinking = self.thinking is not None and self.thinking.type != "disabled"
         effort = self.output_config.effort if self.output_config else None
-        return Chat(
+        return ChatMessages(
             messages,
             tools=self._tools(),
             tool_choice=choice.to_choice() if choice else ToolChoice(),

@@ -18,7 +18,16 @@ from blockdraft.engine import InfillTokens
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.openai.chat import ChatTool, template_tools
-from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Infill, Started, TextDelta, ToolCall
+from blockdraft.serving.request import (
+    ChatMessages,
+    Event,
+    Finished,
+    GenerationRequest,
+    Infill,
+    Started,
+    TextDelta,
+    ToolCall,
+)
 from blockdraft.serving.schemas import (
     STORE,
     GenerationSchema,
@@ -211,7 +220,7 @@ class OllamaSchema(Schema):
     think: bool | Literal["low", "medium", "high"] | None = None
     store: bool | None = Field(None, description=STORE)
 
-    def _request(self, service: Service, prompt: Chat | Infill | str) -> GenerationRequest:
+    def _request(self, service: Service, prompt: ChatMessages | Infill | str) -> GenerationRequest:
         options, grammar = self.options, None
         if self.format not in (None, ""):
             schema = None if isinstance(self.format, str) else self.format
@@ -259,7 +268,7 @@ class GenerateRequest(OllamaSchema):
             return self._request(service, self.prompt)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt})
-        return self._request(service, Chat(messages, template=self._variables()))
+        return self._request(service, ChatMessages(messages, template=self._variables()))
 
 
 class OllamaFunction(Schema):
@@ -303,7 +312,7 @@ class OllamaChatRequest(OllamaSchema):
                     for index, call in enumerate(message.tool_calls)
                 ]
             messages.append(entry)
-        return self._request(service, Chat(messages, template_tools(self.tools), template=self._variables()))
+        return self._request(service, ChatMessages(messages, template_tools(self.tools), template=self._variables()))
 
 
 class OllamaResponse(ApiResponse):

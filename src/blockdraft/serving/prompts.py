@@ -19,7 +19,7 @@ from blockdraft.engine.text import encode_prediction, encode_text
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.infill_limits import InfillLimits
-from blockdraft.serving.request import Chat, GenerationRequest, Infill
+from blockdraft.serving.request import ChatMessages, GenerationRequest, Infill
 from blockdraft.serving.schemas import NUM_SEEDS
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.tool_calls import HarmonyParser, OutputParser, grammar_of, parser_of
@@ -41,7 +41,7 @@ RESERVED |= {
 
 
 @dataclass(frozen=True)
-class Choice:
+class PreparedChoice:
     """One choice of a request, ready for the engine.
 
     Attributes:
@@ -67,7 +67,7 @@ class Choice:
         return 0 if top is None else len(self.prompt) * (1 + top)
 
 
-def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings) -> list[Choice]:
+def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings) -> list[PreparedChoice]:
     """Return the choices of a request. This is slow for long prompts.
 
     Raises:
@@ -75,7 +75,7 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     """
     prompt, text, content, instructions, warnings = request.prompt, "", None, 0, list[str]()
     params = request.params if request.strict_schema else relax_schema(request.params, warnings)
-    if isinstance(prompt, Chat):
+    if isinstance(prompt, ChatMessages):
         text = render(engine.target, prompt)
         warnings += [
             f"messages: the arguments of an earlier call of {name[:80]} are not a JSON object; the model reads them as "
@@ -116,12 +116,12 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     for index in range(request.n):
         seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS
         parser: OutputParser | HarmonyParser | InfillLimits | None = None
-        if isinstance(prompt, Chat):
+        if isinstance(prompt, ChatMessages):
             parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         elif isinstance(prompt, Infill):
             parser = InfillLimits(prompt.max_seconds, prompt.min_indent)
         prepared = replace(params, seed=seed)
-        choices.append(Choice(ids, prepared, parser, clipped, instructions, warnings, request.recorded))
+        choices.append(PreparedChoice(ids, prepared, parser, clipped, instructions, warnings, request.recorded))
     return choices
 
 
@@ -144,7 +144,7 @@ def relax_schema(params: SamplingParams, warnings: list[str]) -> SamplingParams:
     return replace(params, grammar=Grammar("json_schema", text)) if left_out else params
 
 
-def count_instructions(target: Target, chat: Chat, ids: list[int]) -> int:
+def count_instructions(target: Target, chat: ChatMessages, ids: list[int]) -> int:
     """Return how many leading tokens of a chat's prompt `ids` are its system messages and tools.
 
     They are the tokens that the prompt shares with that of another chat, which differs in all other messages. Lists in
@@ -173,7 +173,7 @@ def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
     return target.tokenizer
 
 
-def render(target: Target, chat: Chat) -> str:
+def render(target: Target, chat: ChatMessages) -> str:
     """Render a chat with the chat template of the target, up to the start of the response.
 
     Raises:
@@ -225,7 +225,7 @@ def _without_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _continues(chat: Chat) -> bool:
+def _continues(chat: ChatMessages) -> bool:
     """Return whether the response continues the last message, which is then the assistant's."""
     last = chat.messages[-1]
     can_continue = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
@@ -240,7 +240,7 @@ def _continues(chat: Chat) -> bool:
     return can_continue and chat.continue_final_message is not False and not chat.add_generation_prompt
 
 
-def encode_messages(target: Target, chat: Chat) -> list[int]:
+def encode_messages(target: Target, chat: ChatMessages) -> list[int]:
     return encode_rendered(tokenizer_of(target), render(target, chat))
 
 

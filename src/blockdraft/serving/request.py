@@ -25,7 +25,7 @@ class ToolChoice:
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatMessages:
     """Messages for the chat template of the target.
 
     Attributes:
@@ -84,7 +84,7 @@ class GenerationRequest:
         recorded: Whether a server that records its requests records this one.
     """
 
-    prompt: Chat | Infill | str | list[int]
+    prompt: ChatMessages | Infill | str | list[int]
     params: SamplingParams
     n: int = 1
     max_tokens: int | None = None

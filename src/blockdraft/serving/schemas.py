@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from blockdraft.errors import UsageError
 from blockdraft.serving.json_schemas import close
-from blockdraft.types import MAX_SEED, MOST, Bias, Grammar, Penalty, Positive, SamplingParams, Share, TopP
+from blockdraft.types import MAX, MAX_SEED, Bias, Grammar, Penalty, Positive, SamplingParams, Share, TopP
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # editors send dozens of stop strings
 MAX_CHOICES = 128
@@ -105,7 +105,7 @@ class Part(Schema):
     refusal: str | None = None
 
 
-class Prediction(Schema):
+class PredictionSchema(Schema):
     """Predicted output, as in OpenAI's API: a text that much of the output is expected to repeat."""
 
     type: Literal["content"] = "content"
@@ -134,7 +134,7 @@ class GenerationSchema(Schema):
     model: str = Field("", description="A name that /v1/models lists; without one, the served model.")
     n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[MaxTokens | None, UNLIMITED] = None
-    temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX)] | None = None
     top_p: TopP | None = None
     top_k: Annotated[Int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Share | None = None
@@ -146,7 +146,7 @@ class GenerationSchema(Schema):
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True, max_length=MAX_TABLE)] | None = None
     ignore_eos: bool = False
-    prediction: Prediction | None = None
+    prediction: PredictionSchema | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation = Speculation()

@@ -22,9 +22,9 @@ from blockdraft.serving.chunks import ChunkDispatcher, ChunkQueue
 from blockdraft.serving.errors import ApiError, as_api_error
 from blockdraft.serving.infill_limits import InfillLimits
 from blockdraft.serving.metrics import Meter, Metrics
-from blockdraft.serving.prompts import Choice, context_of, encode_messages, prepare, tokenizer_of
+from blockdraft.serving.prompts import PreparedChoice, context_of, encode_messages, prepare, tokenizer_of
 from blockdraft.serving.request import (
-    Chat,
+    ChatMessages,
     Event,
     Finished,
     GenerationRequest,
@@ -161,7 +161,7 @@ class Service:
             },
         }
 
-    def count_tokens(self, chat: Chat) -> int:
+    def count_tokens(self, chat: ChatMessages) -> int:
         return len(encode_messages(self.backends.usual.target, chat))
 
     def prompt_text(self, prompt: str | list[int]) -> str:
@@ -257,7 +257,7 @@ class Service:
     async def _submit(
         self,
         engine: Engine,
-        choices: Sequence[Choice],
+        choices: Sequence[PreparedChoice],
         speculation: Speculation,
         queue: ChunkQueue,
         meters: Sequence[Meter],
@@ -314,7 +314,7 @@ class _RunningChoice:
     """
 
     def __init__(
-        self, choice: Choice, request: Request, engine: Engine, meter: Meter, typed: TypedInfill | None
+        self, choice: PreparedChoice, request: Request, engine: Engine, meter: Meter, typed: TypedInfill | None
     ) -> None:
         self.request, self.meter = request, meter
         self._choice, self._engine, self._typed = choice, engine, typed

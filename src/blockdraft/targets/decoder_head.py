@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.packed import PackedLinear, pack_weights
@@ -52,7 +52,7 @@ def runs_heads(target: Target) -> bool:
 
 
 def read_decoder_head(
-    target: Target, folder: Path, layer: Mapping[str, Stored], around: Mapping[str, Stored]
+    target: Target, folder: Path, layer: Mapping[str, StoredTensor], around: Mapping[str, StoredTensor]
 ) -> DecoderHead:
     """Read an MTP head, packed for the target's kernels, with as many bits as the target.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, DeltaNet, Experts, LayerKind, Rope
 from blockdraft.nn.decoder_layer import ACTIVATIONS
 from blockdraft.nn.rotary import default_frequencies, rotary_frequencies
@@ -43,7 +43,7 @@ class Family:
     differences: Callable[[AnyConfig], dict[str, Any]]
     rotates_all: bool = True
     has_other_parts: bool = False
-    tensors: Callable[[Mapping[str, Stored], AnyConfig], dict[str, Stored]] | None = None
+    tensors: Callable[[Mapping[str, StoredTensor], AnyConfig], dict[str, StoredTensor]] | None = None
 
 
 def text_part(config: AnyConfig) -> AnyConfig:
@@ -52,7 +52,7 @@ def text_part(config: AnyConfig) -> AnyConfig:
     return config.get_text_config() if family is not None and family.has_other_parts else config
 
 
-def own_tensors(config: AnyConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
+def own_tensors(config: AnyConfig, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint under our names."""
     family = FAMILIES.get(text_part(config).model_type)
     return tensors if family is None or family.tensors is None else family.tensors(tensors, text_part(config))

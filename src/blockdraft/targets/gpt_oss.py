@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.targets.model_config import AnyConfig
 
 ROUTER, OWN_ROUTER = ".mlp.router.", ".mlp.gate."
@@ -19,9 +19,9 @@ EVERY_SECOND = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
 OUTPUTS = {"gate_up_proj": EVERY_SECOND, "down_proj": {"down_proj": slice(None)}}
 
 
-def gpt_oss_tensors(tensors: Mapping[str, Stored], config: AnyConfig) -> dict[str, Stored]:
+def gpt_oss_tensors(tensors: Mapping[str, StoredTensor], config: AnyConfig) -> dict[str, StoredTensor]:
     """Return tensors under our names, those of experts one by one. Tensors with our names stay as they are."""
-    own = dict[str, Stored]()
+    own = dict[str, StoredTensor]()
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".mlp.experts.")
         projection, is_bias = part.removesuffix("_bias"), part.endswith("_bias")
@@ -34,11 +34,11 @@ def gpt_oss_tensors(tensors: Mapping[str, Stored], config: AnyConfig) -> dict[st
             shape = (count,) if is_bias else (count, tensor.shape[1])
             for expert in range(experts):
                 key = f"{layer}.mlp.experts.{expert}.{ours}.{'bias' if is_bias else 'weight'}"
-                own[key] = Stored(shape, tensor.kind, partial(_read, tensor, expert, which))
+                own[key] = StoredTensor(shape, tensor.kind, partial(_read, tensor, expert, which))
     return own
 
 
-def _read(tensor: Stored, expert: int, outputs: slice) -> Tensor:
+def _read(tensor: StoredTensor, expert: int, outputs: slice) -> Tensor:
     """Read some outputs of one expert; the file is mapped, so that others are not read."""
     own = tensor.tensor()[expert, ..., outputs]
     return (own if own.ndim == 1 else own.T).contiguous()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RANK = 1  # it runs every model, but other backends run some faster
-MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more nodes are chains of a prefill
+MAX_PATHS = 64  # paths of the largest tree that memory is planned for; more nodes are chains of a prefill
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers without a state
 ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along a chain and not along a tree"
@@ -181,7 +181,7 @@ class HFTarget(CheckpointTarget):
         if self._recurrent:  # inputs of each layer are kept until `commit`; each path begins with a copy of a state
             layers, a_row = len(self._recurrent), self._cache_sizes[1]
             working += layers * scored * self.hidden_size * self.dtype.itemsize
-            working += batch * a_row + 2 * batch * min(nodes, MOST_PATHS) * a_row // layers
+            working += batch * a_row + 2 * batch * min(nodes, MAX_PATHS) * a_row // layers
         return int(working)
 
     @torch.no_grad()

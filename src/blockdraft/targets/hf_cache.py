@@ -22,7 +22,7 @@ HARMLESS = {"position_ids", "cache_position"}  # tensors that attention may igno
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredLayer:
     """All slots of a layer and their visibility, passed to an attention function instead of keys and values."""
 
     keys: Tensor
@@ -62,7 +62,7 @@ class ExactCache(TransformersCache):
         attention, memory = self._attention[layer_idx], self._rows.layer(layer_idx, key_states, value_states)
         for store, new in zip(memory, (key_states, value_states), strict=True):
             attention.write(store, new.transpose(1, 2))
-        stored = Stored(memory[0], memory[1], attention)
+        stored = StoredLayer(memory[0], memory[1], attention)
         return stored, stored
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -72,8 +72,8 @@ class ExactCache(TransformersCache):
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Stored,
-    value: Stored,
+    key: StoredLayer,
+    value: StoredLayer,
     attention_mask: None,
     scaling: float | None = None,
     softcap: float | None = None,

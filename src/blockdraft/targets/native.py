@@ -25,7 +25,7 @@ from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache
 from blockdraft.kernels.cpu.threads import use_best_threads
 from blockdraft.kernels.cuda.captured_runner import CapturedDraftRunner
 from blockdraft.kernels.cuda.compiler import Compiler
-from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
+from blockdraft.kernels.cuda.graphs import MAX_NODES, CapturedDecoder, CapturedHost, CudaRecorder, GraphRecorder, room
 from blockdraft.machine import multiplies_bfloat16, send
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attention_bytes, grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, RecurrentCache, bucket, join_states, slot_bucket
@@ -55,7 +55,7 @@ PROBED_CONTEXT = 256  # KV slots of the sequence on which numbers of threads are
 PROBED_NODES = (1, 16)
 FEW_NODES = 64  # nodes for which operations of torch between compiled products run in one thread
 BESIDE_BFLOAT16 = 8  # bits of drafters next to targets that compute in bfloat16
-MOST_TREE = 256  # nodes of the largest tree to plan memory for; more nodes are chunks of a prompt
+MAX_TREE = 256  # nodes of the largest tree to plan memory for; more nodes are chunks of a prompt
 
 
 def load(path: str | Path, options: LoadOptions) -> NativeTarget:
@@ -299,7 +299,7 @@ class NativeTarget(CheckpointTarget):
         network.to(dtype=self.dtype)
         return TorchDraftRunner(network, DraftHost(**shared | {"compile_reason": reason}))
 
-    def capture(self, recorder: Recorder, compiler: Compiler | None = None) -> None:
+    def capture(self, recorder: GraphRecorder, compiler: Compiler | None = None) -> None:
         """Run forward passes of few nodes as graphs from now on. Call this before the first cache and drafter are made.
 
         Args:
@@ -382,7 +382,7 @@ class NativeTarget(CheckpointTarget):
         count = tokens.size(1)
         nodes = bucket(count)
         end = slot_bucket(max(cache.lengths) + nodes)
-        if nodes > MOST_NODES or end > cache.capacity:
+        if nodes > MAX_NODES or end > cache.capacity:
             return None
         store, is_memory = cache.view(memory, count, end)
         if not is_memory:
@@ -556,6 +556,6 @@ def _recurrent_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, node
     entering = net.value_heads * (2 * net.key_dim + net.value_dim)
     left = scored * (sum([*net.inputs.values(), *net.gates.values()]) * dtype.itemsize + (entering + net.values) * wide)
     # One layer at a time has the window of the convolution, and some tensors of pairs of nodes of one sequence.
-    pairs = 6 * scored * net.value_heads * min(nodes, MOST_TREE)
+    pairs = 6 * scored * net.value_heads * min(nodes, MAX_TREE)
     working = (2 * scored * net.channels + 2 * scored * entering + pairs) * wide
     return (len(config.layers) - config.attention_layers) * left + working + 2 * batch * _state_bytes(config, dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.stored import FEW_BITS, Stored
+from blockdraft.formats.stored import FEW_BITS, StoredTensor
 from blockdraft.kernels.cpu.build import Build, build
 from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
 from blockdraft.kernels.cpu.library import Library
@@ -41,7 +41,7 @@ TABLE_BITS = 8  # of embedding, head and gates of delta nets, where fewer would 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class NativeCheckpoint:
     """A decoder read from a checkpoint, and the other parts of a target.
 
     Attributes:
@@ -63,7 +63,7 @@ class Checkpoint:
     tokenizer_reason: str | None = None
 
 
-def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
+def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
     """Read a checkpoint in safetensors and its tokenizer, if any, from a local folder or by hub name.
 
     Matrices in bfloat16 are kept if the forward pass is compiled, also for float32 arithmetic: values do not change. A
@@ -123,7 +123,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
             source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
         if by_gpu:
             round_weights(decoder, by_gpu)
-    return Checkpoint(
+    return NativeCheckpoint(
         decoder=decoder,
         config=config,
         tokenizer=tokenizer,
@@ -210,7 +210,7 @@ def _few_bits_of(config: AnyConfig, options: LoadOptions) -> Mapping[str, Any] |
     return few
 
 
-def _check_alike(wanted: DecoderConfig, files: Mapping[str, Stored]) -> None:
+def _check_alike(wanted: DecoderConfig, files: Mapping[str, StoredTensor]) -> None:
     """Raise `NotCovered` if only some matrices of a fused product are quantized."""
     for layer in range(len(wanted.layers)):
         for parts in wanted.projections(layer).values():
@@ -223,7 +223,7 @@ def _check_alike(wanted: DecoderConfig, files: Mapping[str, Stored]) -> None:
                 )
 
 
-def is_bfloat16(wanted: DecoderConfig, files: Mapping[str, Stored]) -> bool:
+def is_bfloat16(wanted: DecoderConfig, files: Mapping[str, StoredTensor]) -> bool:
     """Return whether all unquantized matrices are in bfloat16, which is then kept for any dtype of the arithmetic."""
     matrices = [name for name, shape in wanted.tensor_shapes().items() if len(shape) == 2]
     return all(files[name].kind in ("BF16", FEW_BITS) for name in matrices)

@@ -11,14 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.model_config import AnyConfig
 
 NET = ".linear_attn."
 
 
-def qwen3_next_tensors(tensors: Mapping[str, Stored], config: AnyConfig) -> dict[str, Stored]:
+def qwen3_next_tensors(tensors: Mapping[str, StoredTensor], config: AnyConfig) -> dict[str, StoredTensor]:
     """Return tensors under our names. Tensors with our names stay as they are."""
     heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
     group = config.linear_num_value_heads // heads
@@ -28,7 +28,7 @@ def qwen3_next_tensors(tensors: Mapping[str, Stored], config: AnyConfig) -> dict
         "in_proj_qkvz.weight": ([key_dim, key_dim, values, values], {"in_proj_qkv": [0, 1, 2], "in_proj_z": [3]}),
         "in_proj_ba.weight": ([group, group], {"in_proj_b": [0], "in_proj_a": [1]}),
     }
-    own = dict[str, Stored]()
+    own = dict[str, StoredTensor]()
     for name, tensor in tensors.items():
         layer, net, part = name.partition(NET)
         sizes, names = splits.get(part, ([], {}))
@@ -39,10 +39,10 @@ def qwen3_next_tensors(tensors: Mapping[str, Stored], config: AnyConfig) -> dict
         for ours, numbers in names.items():
             rows = torch.cat([parts[number].flatten() for number in numbers])
             shape = (len(rows), *tensor.shape[1:])
-            own[f"{layer}{NET}{ours}.weight"] = Stored(shape, tensor.kind, partial(_read, tensor, rows))
+            own[f"{layer}{NET}{ours}.weight"] = StoredTensor(shape, tensor.kind, partial(_read, tensor, rows))
     return own
 
 
-def _read(tensor: Stored, rows: Tensor) -> Tensor | QuantizedWeight:
+def _read(tensor: StoredTensor, rows: Tensor) -> Tensor | QuantizedWeight:
     weight = tensor.read()
     return weight.channels(rows) if isinstance(weight, QuantizedWeight) else weight[rows]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError, counted
 from blockdraft.formats.quantized import NotRead, read_quantized
-from blockdraft.formats.stored import Stored, open_tensors, stored
+from blockdraft.formats.stored import StoredTensor, open_tensors, stored
 from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered
@@ -63,7 +63,7 @@ def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
 
 def open_weights(
     path: str | Path, wanted: DecoderConfig, config: AnyConfig, options: LoadOptions
-) -> tuple[dict[str, Stored], str | None]:
+) -> tuple[dict[str, StoredTensor], str | None]:
     """Open the tensors of a checkpoint with the adapter merged, and return their `source_fingerprint` too.
 
     Raises:
@@ -89,7 +89,7 @@ def open_weights(
     return tensors, source
 
 
-def experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def experts_apart(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Split tensors of all experts of a layer, as newer checkpoints have them, into matrices of one expert each."""
     apart = {}
     for name, whole in tensors.items():
@@ -102,7 +102,7 @@ def experts_apart(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         for expert in range(experts):
             for number, part in enumerate(parts):
                 read = partial(_read_expert, whole, expert, slice(number * size, (number + 1) * size))
-                apart[f"{place}.{expert}.{part}.weight"] = Stored((size, inputs), whole.kind, read)
+                apart[f"{place}.{expert}.{part}.weight"] = StoredTensor((size, inputs), whole.kind, read)
     return apart
 
 
@@ -115,11 +115,11 @@ def expert_parts(place: str, kind: str) -> list[str]:
     return ["gate_proj", "up_proj"] if kind == "gate_up_proj" and not beside else [kind]
 
 
-def _read_expert(whole: Stored, expert: int, rows: slice) -> Tensor:
+def _read_expert(whole: StoredTensor, expert: int, rows: slice) -> Tensor:
     return whole.tensor()[expert, rows]
 
 
-def _check_tensors(wanted: DecoderConfig, tensors: Mapping[str, Stored]) -> None:
+def _check_tensors(wanted: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> None:
     """Raise `NotCovered` unless these are the tensors of this decoder."""
     if not tensors:
         raise NotCovered("it has no weights in safetensors")
@@ -150,7 +150,7 @@ class OpenCheckpoint:
     wanted: DecoderConfig
     config: AnyConfig
     raw: dict[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     files: Sequence[Path]
     source_fingerprint: str
 

@@ -48,7 +48,7 @@ LLAMA_CPP_DRAFTS = ("llama", "qwen3")  # architectures that llama.cpp drafts for
 
 
 @dataclass(frozen=True)
-class Format:
+class ExportFormat:
     """Format in which a drafter is written.
 
     Attributes:
@@ -77,12 +77,12 @@ class Format:
 
 def format_for(
     name: str, target: Target, target_path: str | None, target_name: str | None = None, revision: str | None = None
-) -> Format:
+) -> ExportFormat:
     """Return the format of this name for drafters of a target.
 
     Args:
         target_path, revision: Folder or hub name that the target was loaded from, and its revision.
-        target_name: See `Format`; None is where the target was loaded from, or the hub name of a model of the
+        target_name: See `ExportFormat`; None is where the target was loaded from, or the hub name of a model of the
             catalogue.
     """
     find_layout(name)
@@ -90,7 +90,7 @@ def format_for(
     if (model := model_of(target.path)) is not None:
         place = model.hub
     architectures = target.architecture.get("architectures") or []
-    return Format(name, target_name or place, tuple(architectures))
+    return ExportFormat(name, target_name or place, tuple(architectures))
 
 
 def usual_format(drafter: str | Path) -> str:
@@ -114,7 +114,7 @@ def formats_for(config: Any) -> list[str]:
 
 def export(
     out: str | Path,
-    written: Format,
+    written: ExportFormat,
     config: Any,
     tensors: Mapping[str, Tensor],
     target: Target,
@@ -144,7 +144,7 @@ def export(
 
 def _write(
     out: str | Path,
-    written: Format,
+    written: ExportFormat,
     drafter: Checkpoint,
     target: Target,
     kept: Tensor | None = None,
@@ -163,7 +163,7 @@ def _write(
     written.write(out, replace(drafter, borrowed=borrowed))
 
 
-def convert(drafter: str | Path, out: str | Path, written: Format, target: Target) -> None:
+def convert(drafter: str | Path, out: str | Path, written: ExportFormat, target: Target) -> None:
     """Write the drafter of one folder to another folder, in any format, for the target that it was trained for.
 
     Arguments are those of `export`.

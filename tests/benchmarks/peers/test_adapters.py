@@ -16,7 +16,7 @@ from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 pytestmark = pytest.mark.slow
 PLAIN = (REFERENCE, "transformers lookup")
 HERE = (REFERENCE, "transformers dflash", "transformers lookup", "ours ddtree")
-PROMPT, MOST, STOPS = [7, 60, 33, 12, 9, 60, 33], 24, [2]
+PROMPT, MAX, STOPS = [7, 60, 33, 12, 9, 60, 33], 24, [2]
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def test_adapters_decode_alike(name: str, settings: dict[str, Any], tmp_path: Pa
     target = load_target(settings["target"])
     drafting = Drafting(tree_budget=32 if name == "ours ddtree" else 0)
     drafter = load_drafter("none" if name in PLAIN else settings["drafter"], target=target)
-    params = SamplingParams(MOST, stop_token_ids=tuple(STOPS), ignore_eos=True)
+    params = SamplingParams(MAX, stop_token_ids=tuple(STOPS), ignore_eos=True)
     [expected] = Engine(target, drafter, drafting=drafting).generate([PROMPT], params)
     with adapter(name, settings, tmp_path) as peer:
         for _ in range(2):  # the second must not know of the first
-            answer = peer.ask("decode", {"prompt": PROMPT, "max_new_tokens": MOST, "stops": STOPS})
+            answer = peer.ask("decode", {"prompt": PROMPT, "max_new_tokens": MAX, "stops": STOPS})
             assert answer["tokens"] == expected.token_ids
             assert answer["prefill_seconds"] > 0 and answer["decode_seconds"] > 0
             if "lookup" not in name:

@@ -17,7 +17,7 @@ from blockdraft.formats import Checkpoint, find_layout, layout_of, layouts, read
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import load_target
-from blockdraft.tools.export import Format, convert
+from blockdraft.tools.export import ExportFormat, convert
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, num_target_layers=3, num_heads=5)
 # As published: config.json states two heads and no architecture; the file holds five.
@@ -72,11 +72,11 @@ def test_round_trip(shared: bool, tmp_path: Path) -> None:
 
 def test_export_of_a_loaded_drafter(tmp_path: Path, tiny_medusa_dir: Path, tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
-    convert(tiny_medusa_dir, tmp_path / "copy", Format("medusa", "some/target"), target)
+    convert(tiny_medusa_dir, tmp_path / "copy", ExportFormat("medusa", "some/target"), target)
     ours, theirs = load_drafter(tmp_path / "copy", target=target), load_drafter(tiny_medusa_dir, target=target)
     assert type(ours) is type(theirs) and ours.block_size == theirs.block_size == 4
     with pytest.raises(ValueError, match="MedusaConfig is a configuration that z-lab's layout"):
-        convert(tiny_medusa_dir, tmp_path / "other", Format("zlab"), target)
+        convert(tiny_medusa_dir, tmp_path / "other", ExportFormat("zlab"), target)
 
 
 def test_a_folder_without_an_architecture_is_loaded(tmp_path: Path, tiny_target_dir: Path) -> None:

@@ -12,7 +12,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
 from blockdraft.targets import load_target
-from blockdraft.tools.export import Format, convert
+from blockdraft.tools.export import ExportFormat, convert
 
 
 def test_tensors_have_qwen3_nexts_names_and_norms(tiny_mtp_dir: Path) -> None:
@@ -37,10 +37,10 @@ def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -
     again = read_drafter(tmp_path / "head", None, 3)
     assert (again.config, again.trained) == (actual.config, Trained("abc", 4))
     assert all(torch.equal(again.tensors[name], half[name]) for name in half)
-    convert(tiny_mtp_dir, tmp_path / "copy", Format("mtp"), target)
+    convert(tiny_mtp_dir, tmp_path / "copy", ExportFormat("mtp"), target)
     assert type(load_drafter(tmp_path / "copy", target=target)).__name__ == "MTPDrafter"
     with pytest.raises(ValueError, match="MTPConfig is a configuration that z-lab's layout"):
-        convert(tiny_mtp_dir, tmp_path / "other", Format("zlab"), target)
+        convert(tiny_mtp_dir, tmp_path / "other", ExportFormat("zlab"), target)
 
 
 @pytest.mark.parametrize(

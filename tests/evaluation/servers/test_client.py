@@ -11,7 +11,7 @@ import pytest
 
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.servers.client import Answer, Client
-from blockdraft.evaluation.servers.metrics import Acceptance, acceptance, cached_tokens, drafted, parse
+from blockdraft.evaluation.servers.metrics import ServerAcceptance, acceptance, cached_tokens, drafted, parse
 from blockdraft.types import SamplingParams
 
 Serve = Callable[[Callable[[httpx.Request], httpx.Response]], None]
@@ -171,7 +171,7 @@ def test_our_steps_count_whether_they_drafted_or_not() -> None:
     before = parse(OURS.format(steps=10, tokens=12, drafts=2, accepted=2))
     after = parse(OURS.format(steps=30, tokens=52, drafts=22, accepted=22))
     assert (after.engine, after.caches) == ("blockdraft", None)
-    assert acceptance(before, after) == Acceptance(2.0, (1.0,))
+    assert acceptance(before, after) == ServerAcceptance(2.0, (1.0,))
     assert drafted(before, after) and not drafted(after, after)
 
 
@@ -182,19 +182,19 @@ def test_others_count_steps_that_drafted() -> None:
     drafts, accepted = (f"spec_decode_num_{each}" for each in ("drafts", "accepted_tokens"))
     before, after = parse(text.format(drafts, 0) + text.format(accepted, 0)), None
     after = parse(text.format(drafts, 5) + text.format(accepted, 4) + places)
-    assert acceptance(before, after) == Acceptance(1.8, (0.6, 0.2))
-    assert acceptance(after, after) == Acceptance(1.0)
+    assert acceptance(before, after) == ServerAcceptance(1.8, (0.6, 0.2))
+    assert acceptance(after, after) == ServerAcceptance(1.0)
 
 
 def test_sglang_mean_leaves_out_zeros() -> None:
     gauges = 'sglang:spec_accept_length{tp_rank="0"} 3.5\nsglang:spec_accept_length{tp_rank="1"} 0.0\n'
     found = parse(f"# TYPE sglang:spec_accept_length gauge\n{gauges}")
-    assert (found.engine, acceptance(found, found)) == ("SGLang", Acceptance(3.5))
+    assert (found.engine, acceptance(found, found)) == ("SGLang", ServerAcceptance(3.5))
 
 
 def test_unknown_counters() -> None:
     found = parse("# TYPE process_cpu_seconds counter\nprocess_cpu_seconds_total 3\n")
-    assert found.engine is None and acceptance(found, found) == acceptance(None, found) == Acceptance()
+    assert found.engine is None and acceptance(found, found) == acceptance(None, found) == ServerAcceptance()
     assert cached_tokens(found, found) is None and not drafted(found, found)
     with pytest.raises(UsageError, match="not in Prometheus' format"):
         parse("<html>{ not found</html>")

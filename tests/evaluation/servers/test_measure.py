@@ -14,7 +14,7 @@ from blockdraft.errors import UsageError
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.servers import report
 from blockdraft.evaluation.servers.client import Answer, Client
-from blockdraft.evaluation.servers.measure import Measured, measure, speeds
+from blockdraft.evaluation.servers.measure import LoadResults, measure, speeds
 from blockdraft.evaluation.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
@@ -22,7 +22,7 @@ GREEDY, SAMPLED = SamplingParams(16, seed=5), SamplingParams(16, 1.0, seed=5)
 PROMPTS = PromptSet("first", ("a", "b", "c"))
 
 
-def load(*urls: str, sets: Any = (PROMPTS,), params: Any = (GREEDY,), raw: bool = False, **given: Any) -> Measured:
+def load(*urls: str, sets: Any = (PROMPTS,), params: Any = (GREEDY,), raw: bool = False, **given: Any) -> LoadResults:
     settings = LoadSettings(**{"concurrency": (1, 3), "requests": 6, **given})
     return measure([Client(url, raw=raw, silence=settings.silence) for url in urls], sets, params, settings)
 

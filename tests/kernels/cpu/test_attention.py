@@ -34,7 +34,7 @@ def check(folder: Path, compiler: str, lanes: int, store: int, *options: str, ru
         f"-DWEIGHT={narrow}",
         f"-DNARROW={narrow}",
         f"-DSTORE={store}",
-        f"-DMOST_LANES={lanes}",
+        f"-DMAX_LANES={lanes}",
         "-DINTEGERS=0",
         f'-DSOURCE="{SOURCE}"',
     ]

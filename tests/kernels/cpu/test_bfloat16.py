@@ -23,7 +23,7 @@ WAYS = {
     "vdpbf16ps": (("-march=x86-64-v4", "-mavx512bf16"), ("avx512bw", "avx512_bf16")),
     "AVX-512": (("-march=x86-64-v4",), ("avx512bw", "avx512vl")),
     "AVX2": (("-march=x86-64-v3",), ("avx2", "fma")),
-    "AVX2, 4 lanes": (("-march=x86-64-v3", "-DMOST_LANES=4"), ("avx2", "fma")),
+    "AVX2, 4 lanes": (("-march=x86-64-v3", "-DMAX_LANES=4"), ("avx2", "fma")),
 }
 SHAPES = [(1, 5), (2, 16), (3, 17), (31, 16), (32, 1), (32, 16), (33, 40), (64, 149), (70, 33), (96, 48), (130, 20)]
 ROWS = (1, 2, 7, 8, 16, 17, 33, 64, 70)
@@ -35,7 +35,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Library]:
     folder, made = tmp_path_factory.mktemp("libraries"), dict[str, Library]()
     for name, (options, needed) in WAYS.items():
         if {*needed} <= processor_flags():
-            lanes = () if any("MOST_LANES" in option for option in options) else ("-DMOST_LANES=16",)
+            lanes = () if any("MAX_LANES" in option for option in options) else ("-DMAX_LANES=16",)
             defines = ["-DWEIGHT=1", "-DNARROW=1", "-DSTORE=1", "-DINTEGERS=0", *lanes]
             out = folder / f"{len(made)}.so"
             subprocess.run(command("gcc", out, *options, *VECTORS, *PARALLEL, *defines), check=True)

@@ -40,7 +40,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], L
 
     def compiled(processor: str, lanes: int) -> Library:
         out = folder / f"{processor}-{lanes}.so"
-        defines = ["-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", f"-DMOST_LANES={lanes}", "-DINTEGERS=1"]
+        defines = ["-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", f"-DMAX_LANES={lanes}", "-DINTEGERS=1"]
         subprocess.run(command("gcc", out, f"-march={processor}", *VECTORS, *PARALLEL, *defines), check=True)
         return Library(out)
 
@@ -143,7 +143,7 @@ def test_arm_computes_what_torch_computes(hidden_states: str, tmp_path: Path) ->
     program, data = tmp_path / "program", tmp_path / "data"
     source = Path(__file__).with_name("integers_check.c")
     flags = [f"-march={hidden_states}", *(flag for flag in FLAGS if flag not in ("-shared", "-fPIC"))]
-    defines = ["-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", "-DMOST_LANES=16", "-DINTEGERS=1", f'-DSOURCE="{SOURCE}"']
+    defines = ["-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", "-DMAX_LANES=16", "-DINTEGERS=1", f'-DSOURCE="{SOURCE}"']
     subprocess.run(["aarch64-linux-gnu-gcc-12", *flags, *defines, "-static", "-o", program, source, "-lm"], check=True)
     expected = []
     with data.open("wb") as file:

@@ -17,7 +17,7 @@ from blockdraft.kernels.cpu.library import num_threads, one_torch_thread
 from blockdraft.kernels.cpu.sources import PARALLEL, SOURCE
 from blockdraft.targets import Target, load_target
 
-DEFINES = ("-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", "-DMOST_LANES=16", "-DINTEGERS=0", f'-DSOURCE="{SOURCE}"')
+DEFINES = ("-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", "-DMAX_LANES=16", "-DINTEGERS=0", f'-DSOURCE="{SOURCE}"')
 THREAD_SANITIZER = ("-fsanitize=thread", "-march=native")
 
 

@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     library()  # from the cache folder that the tests share
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(weight_cache.SWITCH, raising=False)
-    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 2 << 16)  # the size of `origin`
+    monkeypatch.setattr(weight_cache, "MIN_BYTES", 2 << 16)  # the size of `origin`
     weight_cache._tell_once.cache_clear()
     return tmp_path / "cache" / "weights"
 
@@ -289,7 +289,7 @@ def test_while_another_process_writes_nothing_is_kept_here(
 
 
 def _write_in_parts(origins: Sequence[Origin], ready: Any, go_on: Any) -> None:
-    weight_cache.LEAST_BYTES = 1
+    weight_cache.MIN_BYTES = 1
     for origin in origins:
         made = Maker()
 

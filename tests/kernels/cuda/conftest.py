@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short sequences fill several buckets."""
-    monkeypatch.setattr("blockdraft.nn.cache.LEAST_SLOTS", 32)
+    monkeypatch.setattr("blockdraft.nn.cache.MIN_SLOTS", 32)

@@ -17,7 +17,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.kernels.cuda import graphs
-from blockdraft.kernels.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, room
+from blockdraft.kernels.cuda.graphs import CapturedDecoder, CudaRecorder, GraphRecorder, Graphs, room
 from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.targets import load_target
 from blockdraft.targets.native import NativeTarget
@@ -64,14 +64,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def recorder(device: torch.device) -> Recorder:
+def recorder(device: torch.device) -> GraphRecorder:
     return CudaRecorder(device) if device.type == "cuda" else StandIn()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [("qwen3", 3), ("gemma2", 1), ("llama", 2)])
 def test_logits_and_features_are_those_of_eager_forwards(
-    small_buckets: None, device: torch.device, recorder: Recorder, name: str, rows: int
+    small_buckets: None, device: torch.device, recorder: GraphRecorder, name: str, rows: int
 ) -> None:
     captured = target_of(name, device)
     captured.capture(recorder)
@@ -106,7 +106,7 @@ def test_rows_that_lie_anywhere_or_have_no_slots_to_fill_up_stay_eager(scatter: 
 
 
 def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     recorder = StandIn()
     kept = Graphs(recorder, torch.device("cpu"))
 
@@ -121,7 +121,7 @@ def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_store_has_room_for_what_fills_up() -> None:
     assert room(100) == target_of("llama", torch.device("cpu")).row_slots(100)
-    for count in range(1, graphs.MOST_NODES + 1):
+    for count in range(1, graphs.MAX_NODES + 1):
         for capacity in (count, 500, 1000, 1024, 1025):
             assert slot_bucket(max(capacity - count, 0) + bucket(count)) <= room(capacity)
 
@@ -164,7 +164,7 @@ def test_answers_are_those_of_an_eager_engine(
     request: pytest.FixtureRequest,
     small_buckets: None,
     device: torch.device,
-    recorder: Recorder,
+    recorder: GraphRecorder,
     tiny_target_dir: Path,
     drafter: str,
     drafting: Drafting,
@@ -212,7 +212,7 @@ def test_how_often_a_greedy_step_waits_for_a_gpu(
 
 @torch.no_grad()
 def test_draft_passes_are_those_of_an_eager_drafter(
-    small_buckets: None, device: torch.device, recorder: Recorder, tiny_target_dir: Path, tiny_drafter_dir: Path
+    small_buckets: None, device: torch.device, recorder: GraphRecorder, tiny_target_dir: Path, tiny_drafter_dir: Path
 ) -> None:
     actual = []
     for capture in (False, True):

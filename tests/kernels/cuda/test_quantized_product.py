@@ -15,7 +15,7 @@ from blockdraft.nn.quantization import NestedFactors, QuantizedWeight
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs them, which Triton reads when torch loads it", allow_module_level=True)
-from blockdraft.kernels.cuda.quantized_product import MOST_ROWS, PackedCodes, fits
+from blockdraft.kernels.cuda.quantized_product import MAX_ROWS, PackedCodes, fits
 
 KINDS = {  # bits, whether there is an offset, group, whether factors are nested
     "q4_0": (4, False, 32, False),
@@ -52,7 +52,7 @@ def test_products_are_those_of_the_dequantized_weight(kind: str) -> None:
     torch.testing.assert_close(packed.dequantize(), weight.dequantize(), **factors_rounded)
     rows = torch.tensor([44, 0, 7])
     assert torch.equal(packed.channels(rows).dequantize(), packed.dequantize()[rows])
-    for count in (1, 3, 16, 17, MOST_ROWS, MOST_ROWS + 1):
+    for count in (1, 3, 16, 17, MAX_ROWS, MAX_ROWS + 1):
         wide = torch.randn(count, 600, generator=torch.Generator().manual_seed(count))
         x = wide[:, :512]  # rows need not touch
         expected = x @ packed.dequantize().T
@@ -88,7 +88,7 @@ def test_torch_compile_keeps_it_in_one_graph(monkeypatch: pytest.MonkeyPatch) ->
     torch._dynamo.reset()
     counters.clear()
     run = compiled(lambda x: layer(x.cos()) + 1, {0: (0,)})
-    for count in (5, 3, MOST_ROWS + 1):
+    for count in (5, 3, MAX_ROWS + 1):
         x = torch.randn(count, 256)
         torch.testing.assert_close(run(x), layer(x.cos()) + 1, atol=1e-3, rtol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1, "each number of rows is compiled apart"

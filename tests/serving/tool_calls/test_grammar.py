@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.request import Chat, ToolCall, ToolChoice
+from blockdraft.serving.request import ChatMessages, ToolCall, ToolChoice
 from blockdraft.serving.tool_calls import grammar_of as grammar_of_chat
 from blockdraft.serving.tool_calls import parser_of
 from blockdraft.types import Grammar
@@ -72,7 +72,7 @@ def tokens(tokenizer: PreTrainedTokenizerFast, request: pytest.FixtureRequest) -
 def grammar_of(
     tokenizer: PreTrainedTokenizerFast, tools: Any, choice: ToolChoice, parallel: bool = True, **more: Any
 ) -> Grammar | None:
-    return grammar_of_chat(tokenizer, Chat([], tuple(tools), choice, parallel), **more)
+    return grammar_of_chat(tokenizer, ChatMessages([], tuple(tools), choice, parallel), **more)
 
 
 def accepts(tokenizer: PreTrainedTokenizerFast, text: str, *args: Any, **more: Any) -> bool:
@@ -88,7 +88,7 @@ def test_valid_calls_are_accepted_and_others_refused(tokens: PreTrainedTokenizer
     good = [write("weather", full), write("weather", '{"city": "x"}'), write("now", "{}")]
     for text in good:
         assert accepts(tokens, text, TOOLS, REQUIRED)
-        parser = parser_of(tokens, Chat([], tuple(TOOLS)))
+        parser = parser_of(tokens, ChatMessages([], tuple(TOOLS)))
         [call] = parser.push(text) + parser.finish()
         assert isinstance(call, ToolCall)
         sent = [arguments for arguments in (full, '{"city": "x"}', "{}") if write(str(call.name), arguments) == text]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blockdraft.chat_text import HARMONY, render_chat
 from blockdraft.engine.text import AnswerText, TextStream
-from blockdraft.serving.request import Chat, TextDelta, ToolCall, ToolChoice
+from blockdraft.serving.request import ChatMessages, TextDelta, ToolCall, ToolChoice
 from blockdraft.serving.tool_calls import HarmonyParser, grammar_of, parser_of
 from blockdraft.types import Grammar
 
@@ -86,14 +86,14 @@ def test_parts_do_not_depend_on_pieces(harmony: PreTrainedTokenizerFast, text: s
     cuts = sorted(chance.sample(range(len(text) + 1), min(5, len(text))))
     some = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for pieces in ([text], list(text), some):
-        parser = parser_of(harmony, Chat([], TOOLS), PROMPT)
+        parser = parser_of(harmony, ChatMessages([], TOOLS), PROMPT)
         assert isinstance(parser, HarmonyParser)
         assert parsed(parser, pieces) == expected
         assert parser.called == any(part[0] == "call" for part in expected)
 
 
 def test_text_is_streamed_as_it_comes(harmony: PreTrainedTokenizerFast) -> None:
-    parser = parser_of(harmony, Chat([]), PROMPT)
+    parser = parser_of(harmony, ChatMessages([]), PROMPT)
     assert [part for piece in (ANALYSIS, "I ", "think", "<|end|>") for part in parser.push(piece)] == [
         TextDelta("I ", reasoning=True),
         TextDelta("think", reasoning=True),
@@ -102,12 +102,12 @@ def test_text_is_streamed_as_it_comes(harmony: PreTrainedTokenizerFast) -> None:
 
 def test_without_tools_calls_are_text(harmony: PreTrainedTokenizerFast) -> None:
     text = f"<|channel|>commentary to=functions.weather<|message|>{SUN}"
-    for chat in (Chat([]), Chat([], TOOLS, ToolChoice("none"))):
+    for chat in (ChatMessages([]), ChatMessages([], TOOLS, ToolChoice("none"))):
         assert parsed(parser_of(harmony, chat, PROMPT), [text]) == [("text", SUN)]
 
 
 def test_a_continued_message_is_text(harmony: PreTrainedTokenizerFast) -> None:
-    parser = parser_of(harmony, Chat([]), "</think>")  # what `prepare` makes of a continued prompt
+    parser = parser_of(harmony, ChatMessages([]), "</think>")  # what `prepare` makes of a continued prompt
     assert parsed(parser, [" and so on", "<|end|>"]) == [("text", " and so on")]
 
 
@@ -143,7 +143,7 @@ def test_a_chat_holds_channels_apart(harmony: PreTrainedTokenizerFast) -> None:
         assert "Say <|channel|>" not in text  # a user's spelling is no marker
 
 
-def accepts(tokenizer: PreTrainedTokenizerFast, text: str, chat: Chat, content: Grammar | None = None) -> bool:
+def accepts(tokenizer: PreTrainedTokenizerFast, text: str, chat: ChatMessages, content: Grammar | None = None) -> bool:
     return accepts_text(tokenizer, grammar_of(tokenizer, chat, PROMPT, content), text)
 
 
@@ -151,19 +151,19 @@ def test_forced_calls(harmony: PreTrainedTokenizerFast) -> None:
     def called(name: str, arguments: str) -> str:
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
 
-    chat = Chat([], TOOLS, ToolChoice("required"))
+    chat = ChatMessages([], TOOLS, ToolChoice("required"))
     assert accepts(harmony, called("weather", SUN), chat)
     assert accepts(harmony, f"{ANALYSIS}Well.{NEXT}{called('now', '{}')}", chat)
     refused = [FINAL + "Hi", called("weather", "{}"), called("other", "{}"), ANALYSIS + "Well."]
     assert not any(accepts(harmony, text, chat) for text in refused)
-    one = Chat([], TOOLS, ToolChoice("required", "now"))
+    one = ChatMessages([], TOOLS, ToolChoice("required", "now"))
     assert accepts(harmony, called("now", "{}"), one) and not accepts(harmony, called("weather", SUN), one)
 
 
 def test_forced_json(harmony: PreTrainedTokenizerFast) -> None:
     form = Grammar("json_schema", json.dumps(SCHEMA | {"additionalProperties": False}))
     for tools in ((), TOOLS):
-        chat = Chat([], tools)
+        chat = ChatMessages([], tools)
         assert accepts(harmony, FINAL + SUN, chat, form) and accepts(
             harmony, f"{ANALYSIS}a{NEXT}{FINAL}{SUN}", chat, form
         )

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.request import Chat, TextDelta, ToolCall, ToolCallDelta, ToolChoice
+from blockdraft.serving.request import ChatMessages, TextDelta, ToolCall, ToolCallDelta, ToolChoice
 from blockdraft.serving.tool_calls import OutputParser
 from blockdraft.serving.tool_calls import parser_of as parser_of_chat
 from blockdraft.serving.tool_calls.parser import Part
@@ -37,7 +37,7 @@ def parser_of(
     prompt_text: str = "",
     parallel: bool = True,
 ) -> OutputParser:
-    return parser_of_chat(tokenizer, Chat([], tuple(tools), tool_choice, parallel), prompt_text)
+    return parser_of_chat(tokenizer, ChatMessages([], tuple(tools), tool_choice, parallel), prompt_text)
 
 
 def parse(
@@ -408,7 +408,7 @@ def test_json_content_is_no_call(tokenizer: PreTrainedTokenizerFast) -> None:
     """Where text must be JSON, only marked calls can be told from it."""
     tokenizer_with(tokenizer, TEMPLATES["hermes"])
     text = '{"name": "f", "arguments": {}}'
-    parser = parser_of_chat(tokenizer, Chat([], tuple(TOOLS)), json_content=True)
+    parser = parser_of_chat(tokenizer, ChatMessages([], tuple(TOOLS)), json_content=True)
     assert joined(parser.push(text) + parser.finish()) == [plain(text)]
 
 

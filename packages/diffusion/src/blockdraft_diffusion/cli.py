@@ -32,7 +32,7 @@ from blockdraft_train.cli.train import SHOW_RECIPE, RecipeFile, ShowRecipe, chec
 if TYPE_CHECKING:
     from blockdraft_diffusion.create import Created
     from blockdraft_diffusion.model import DiffusionModel
-    from blockdraft_diffusion.sampler import Chunk, Sampler, Watch
+    from blockdraft_diffusion.sampler import BlockChunk, Sampler, Watch
 
 UNKNOWN = "░"  # shown for an unknown token
 diffusion = typer.Typer(
@@ -118,7 +118,7 @@ def _tell_created(out: Path, created: Created) -> None:
 
 
 @settings
-class TrainSettings:
+class DiffusionTrainSettings:
     """What `blockdraft diffusion train` reads and writes, besides the recipe."""
 
     model: Annotated[Path | None, Flag(metavar="DIR")] = Field(None, description="Block-diffusion model to start from.")
@@ -137,7 +137,9 @@ class TrainSettings:
     show_recipe: ShowRecipe = Field(False, description=SHOW_RECIPE)
 
 
-def train(*, context: typer.Context, recipe: RecipeFile = None, options: TrainSettings, records: RecordFields) -> None:
+def train(
+    *, context: typer.Context, recipe: RecipeFile = None, options: DiffusionTrainSettings, records: RecordFields
+) -> None:
     """Train a block-diffusion model. It learns all tokens of texts, and those of the assistant in chats.
 
     Every recipe field is an option too: --batch 8, --block-size 4, --ema 0; --show-recipe lists them.
@@ -210,7 +212,7 @@ def perplexity(
 
 
 @settings
-class GenerateSettings:
+class DiffusionGenerateSettings:
     """What `blockdraft diffusion generate` writes, and how it shows it."""
 
     stop: Annotated[tuple[str, ...], Flag(repeat=True)] = Field(
@@ -234,7 +236,7 @@ def generate(
     prompt: PromptArgument = None,
     model: Model,
     settings: SampleSettings,
-    options: GenerateSettings,
+    options: DiffusionGenerateSettings,
     as_json: AsJson = False,
 ) -> None:
     """Write text, a block at a time."""
@@ -255,7 +257,7 @@ def generate(
 
     loaded = model.load()
     sampler = Sampler(loaded, settings, stop=options.stop)
-    sample: Callable[[Watch | None], Iterable[Chunk]] = partial(sampler.stream, texts)
+    sample: Callable[[Watch | None], Iterable[BlockChunk]] = partial(sampler.stream, texts)
     if infill is not None:
         tokens = encode_gaps(infill, settings.max_new_tokens, loaded)
         num_after, num_unseen = count_unseen(tokens, loaded.config.block_size)
@@ -274,7 +276,7 @@ def generate(
 
 
 def _print_json(
-    sampler: Sampler, sample: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool
+    sampler: Sampler, sample: Callable[[Watch | None], Iterable[BlockChunk]], count: int, keep_steps: bool
 ) -> None:
     """Print a line per answer, in the order in which they end."""
     answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(count)]
@@ -296,7 +298,7 @@ def _print_json(
 
 
 @contextmanager
-def _shown(model: DiffusionModel, steps: bool) -> Iterator[tuple[Watch | None, Callable[[Chunk], None]]]:
+def _shown(model: DiffusionModel, steps: bool) -> Iterator[tuple[Watch | None, Callable[[BlockChunk], None]]]:
     """Print blocks as they come. With `steps`, a terminal shows blocks change; else standard error has a line per pass.
 
     Yields:
@@ -322,7 +324,7 @@ def _shown(model: DiffusionModel, steps: bool) -> Iterator[tuple[Watch | None, C
         def watch(row: int, block: Sequence[int | None]) -> None:
             live.update(written + Text(spell(block), style=DRAFTED), refresh=True)
 
-        def write(chunk: Chunk) -> None:
+        def write(chunk: BlockChunk) -> None:
             written.append(chunk.text)
             live.update(written, refresh=True)
 

@@ -14,7 +14,7 @@ from blockdraft_diffusion.losses import losses
 from blockdraft_diffusion.model import DiffusionModel
 from blockdraft_diffusion.noise import counted_noise
 from blockdraft_diffusion.settings import LikelihoodSettings
-from blockdraft_diffusion.text import Tokens, sequence_length
+from blockdraft_diffusion.text import TextTokens, sequence_length
 
 LEVEL = 0.95  # confidence level of the interval
 
@@ -48,7 +48,7 @@ class Likelihood:
 @torch.no_grad()
 def likelihood(
     model: DiffusionModel,
-    texts: Sequence[Tokens],
+    texts: Sequence[TextTokens],
     settings: LikelihoodSettings = LikelihoodSettings(),  # noqa: B008 (frozen)
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Likelihood:
@@ -119,17 +119,17 @@ def summarize(sums: torch.Tensor, counts: torch.Tensor, block_size: int) -> Like
     )
 
 
-def _sequences(text: Tokens, length: int) -> Iterator[Tokens]:
+def _sequences(text: TextTokens, length: int) -> Iterator[TextTokens]:
     for begin in range(0, len(text.ids) - 1, length - 1):
         eligible = text.eligible[begin : begin + length].clone()
         eligible[0] = False
         if eligible.any():
-            yield Tokens(text.ids[begin : begin + length], eligible)
+            yield TextTokens(text.ids[begin : begin + length], eligible)
 
 
-def _batches(sequences: Sequence[Tokens], size: int) -> Iterator[list[Tokens]]:
+def _batches(sequences: Sequence[TextTokens], size: int) -> Iterator[list[TextTokens]]:
     """Yield batches of sequences of equal length, so that none needs padding."""
-    batch = list[Tokens]()
+    batch = list[TextTokens]()
     for sequence in sorted(sequences, key=lambda sequence: len(sequence.ids), reverse=True):
         if batch and (len(batch) == size or len(sequence.ids) != len(batch[0].ids)):
             yield batch

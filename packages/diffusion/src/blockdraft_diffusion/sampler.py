@@ -42,7 +42,7 @@ Watch: TypeAlias = Callable[[int, Sequence[int | None]], None]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class BlockChunk:
     """New tokens of one completion, about a block.
 
     Attributes:
@@ -115,7 +115,7 @@ class ActiveSequence:
         if watch is not None:
             watch(self.index, self.block)
 
-    def next_chunk(self, eos_token_ids: frozenset[int]) -> Chunk | None:
+    def next_chunk(self, eos_token_ids: frozenset[int]) -> BlockChunk | None:
         """Return the current block once it is complete, or its part up to the end of the text; None before that.
 
         Args:
@@ -143,7 +143,7 @@ class ActiveSequence:
         self.emitted += len(new)
         if reason is not None:
             self.output.finish()
-        return Chunk(self.index, tuple(new), self.output.take(), reason, self.forwards)
+        return BlockChunk(self.index, tuple(new), self.output.take(), reason, self.forwards)
 
 
 class Sampler:
@@ -178,7 +178,7 @@ class Sampler:
         self.history: list[list[DenoisingStep]] = []
         self._seed = secrets.randbits(32) if settings.seed is None else settings.seed
 
-    def stream(self, prompts: Sequence[Prompt], watch: Watch | None = None) -> Iterator[Chunk]:
+    def stream(self, prompts: Sequence[Prompt], watch: Watch | None = None) -> Iterator[BlockChunk]:
         """Complete prompts in one batch.
 
         Each sequence moves to its next block when its current block is complete, and frees its place when it ends.
@@ -202,7 +202,7 @@ class Sampler:
             )
         return self._run(sequences, watch)
 
-    def fill(self, texts: Sequence[Sequence[int | None]], watch: Watch | None = None) -> Iterator[Chunk]:
+    def fill(self, texts: Sequence[Sequence[int | None]], watch: Watch | None = None) -> Iterator[BlockChunk]:
         """Fill the gaps of texts in one batch.
 
         A token in a gap depends on all tokens before its block and on the known tokens of its block, including later
@@ -256,7 +256,7 @@ class Sampler:
     def _output(self, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> AnswerText:
         return AnswerText(self.model.text.tokenizer, stop, prompt=prompt)
 
-    def _run(self, sequences: list[ActiveSequence], watch: Watch | None) -> Iterator[Chunk]:
+    def _run(self, sequences: list[ActiveSequence], watch: Watch | None) -> Iterator[BlockChunk]:
         self.inputs = [[*sequence.tokens] for sequence in sequences]
         self.history = [sequence.history for sequence in sequences]
         free = list(range(min(len(sequences), self.settings.batch_size)))

@@ -22,7 +22,7 @@ GAP = "[GAP]"  # marks a gap to fill
 DEFAULT_LENGTH = 512  # tokens of a sequence
 
 
-class Tokens(NamedTuple):
+class TextTokens(NamedTuple):
     """Token ids of a text `[L]`, or of a batch of sequences `[B, L]`.
 
     Attributes:
@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
     eligible: Tensor
 
 
-def read_texts(sources: Sequence[str], settings: RecordSettings, model: DiffusionModel) -> list[Tokens]:
+def read_texts(sources: Sequence[str], settings: RecordSettings, model: DiffusionModel) -> list[TextTokens]:
     """Read the records of files or datasets. All tokens of a text are to be predicted; in a chat, the assistant's.
 
     Args:
@@ -52,7 +52,7 @@ def read_texts(sources: Sequence[str], settings: RecordSettings, model: Diffusio
         except UsageError as error:
             raise UsageError(f"{source}: {error}") from error
         model.check_tokens(ids, source)
-        texts.append(Tokens(torch.tensor(ids, dtype=torch.int64), torch.tensor(eligible, dtype=torch.bool)))
+        texts.append(TextTokens(torch.tensor(ids, dtype=torch.int64), torch.tensor(eligible, dtype=torch.bool)))
     return texts
 
 
@@ -124,10 +124,10 @@ class PackedTexts:
         UsageError: There is no sequence to train on.
     """
 
-    def __init__(self, texts: Sequence[Tokens], length: int, held_out: float, seed: int) -> None:
+    def __init__(self, texts: Sequence[TextTokens], length: int, held_out: float, seed: int) -> None:
         packed = _packed(texts, length)
         is_useful = packed.eligible.any(dim=1)
-        self.all, self.num_skipped = Tokens(*(part[is_useful] for part in packed)), int((~is_useful).sum())
+        self.all, self.num_skipped = TextTokens(*(part[is_useful] for part in packed)), int((~is_useful).sum())
         self.length, self._seed = length, seed
         count = len(self.all.ids)
         self.num_held_out = math.ceil(held_out * count)
@@ -139,17 +139,17 @@ class PackedTexts:
                 f"{self.num_held_out} of them held out; give more text, or shorter sequences (--length)."
             )
 
-    def batch(self, step: int, size: int) -> Tokens:
+    def batch(self, step: int, size: int) -> TextTokens:
         """Return the sequences of a step, counted from 0. Each epoch has all sequences once, in its own order."""
         indices = []
         for number in range(step * size, (step + 1) * size):
             epoch, place = divmod(number, self.num_train)
             indices.append(_order(self._seed, epoch, self.num_train)[place])
-        return Tokens(*(part[indices] for part in self.all))
+        return TextTokens(*(part[indices] for part in self.all))
 
-    def held_out(self) -> list[Tokens]:
+    def held_out(self) -> list[TextTokens]:
         """Return the held-out sequences."""
-        return [Tokens(*tokens) for tokens in zip(*(part[self.num_train :] for part in self.all), strict=True)]
+        return [TextTokens(*tokens) for tokens in zip(*(part[self.num_train :] for part in self.all), strict=True)]
 
 
 def seed_of(*parts: int) -> int:
@@ -157,12 +157,14 @@ def seed_of(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def _packed(texts: Sequence[Tokens], length: int) -> Tokens:
+def _packed(texts: Sequence[TextTokens], length: int) -> TextTokens:
     """Join all texts into sequences `[N, length]` whose first tokens are given. Drop the rest at the end."""
-    empty = Tokens(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
+    empty = TextTokens(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
     ids, eligible = (torch.cat(parts) for parts in zip(empty, *texts, strict=True))
     count = len(ids) // length
-    packed = Tokens(ids[: count * length].view(count, length), eligible[: count * length].view(count, length).clone())
+    packed = TextTokens(
+        ids[: count * length].view(count, length), eligible[: count * length].view(count, length).clone()
+    )
     packed.eligible[:, 0] = False
     return packed
 

@@ -25,14 +25,14 @@ from blockdraft_diffusion.losses import losses
 from blockdraft_diffusion.model import DiffusionModel
 from blockdraft_diffusion.noise import Noise, training_noise
 from blockdraft_diffusion.settings import DiffusionRecipe, LikelihoodSettings
-from blockdraft_diffusion.text import PackedTexts, Tokens, seed_of, sequence_length
+from blockdraft_diffusion.text import PackedTexts, TextTokens, seed_of, sequence_length
 from blockdraft_train import checkpoints, preflight
 from blockdraft_train.checkpoints import gather_state, restore_state
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.graceful_shutdown import StopSignals, clear_finish_request
 from blockdraft_train.metrics import not_finite
 from blockdraft_train.progress import Progress, RunLog, run_folder
-from blockdraft_train.run import Run, claimed
+from blockdraft_train.run import TrainingRun, claimed
 
 BETAS = (0.9, 0.999)
 EVAL_DRAWS = 4
@@ -45,7 +45,7 @@ MUTABLE = {"eval_every", "save_every", "save_minutes", "dtype", "trackers"}
 
 def train(
     model: DiffusionModel,
-    texts: Sequence[Tokens],
+    texts: Sequence[TextTokens],
     steps: int,
     out: Path,
     recipe: DiffusionRecipe = DiffusionRecipe(),  # noqa: B008 (frozen)
@@ -95,13 +95,13 @@ class _Losses(nn.Module):
         return losses(self._model, ids, Noise(masked, weights))
 
 
-class _DiffusionRun(Run):
+class _DiffusionRun(TrainingRun):
     """A training run; see `train` for the arguments."""
 
     def __init__(
         self,
         model: DiffusionModel,
-        texts: Sequence[Tokens],
+        texts: Sequence[TextTokens],
         steps: int,
         out: Path,
         recipe: DiffusionRecipe,

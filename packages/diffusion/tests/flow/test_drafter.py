@@ -11,7 +11,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.export import Format, convert, format_for
+from blockdraft.tools.export import ExportFormat, convert, format_for
 from blockdraft.tools.inspect import inspect
 from blockdraft.types import SamplingParams
 from blockdraft_diffusion.flow.drafter import FlowDrafter
@@ -124,4 +124,4 @@ def test_it_is_inspected_and_refused_by_name_where_it_cannot_go(
     assert not list(tmp_path.iterdir())
     with pytest.raises(UsageError, match=r"holds a FlowConfig, which cannot be examined"):
         checker_of(tiny_flow_dir, target)
-    assert Format("zlab").check(drafter.config) is None
+    assert ExportFormat("zlab").check(drafter.config) is None

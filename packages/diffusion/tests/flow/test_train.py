@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockdraft.drafters import load_drafter
 from blockdraft.targets import Target
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft_diffusion.flow.network import FlowConfig, FlowNetwork, mean_embedding, moved
 from blockdraft_diffusion.flow.train import FlowRecipe, FlowVariant, Moments, noise_std
 from blockdraft_train.batches import PackedSequences
@@ -146,7 +146,7 @@ def test_evaluation_is_drafting(
     variant, network = made(target, diffusion_steps=3)
     config = variant.config(target)
     assert isinstance(config, FlowConfig) and config.diffusion_steps == 3
-    export(tmp_path / "drafter", Format("zlab"), config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "drafter", ExportFormat("zlab"), config, variant.saved(network.state_dict()), target)
     parity(variant, network.eval(), load_drafter(tmp_path / "drafter", target=target), target)
     sums = DraftLoss(network, variant, target).eval()(batch[0], None, *batch[1])
     assert sums.terms_T[0] > 0 and sums.terms_T[1] == 0

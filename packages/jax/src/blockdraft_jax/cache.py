@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.foreign_tensor import ForeignTensor
-from blockdraft_jax.model import MIN_SLOTS, Array, CacheView, Layout, Memory, bucket, jax, jit, jnp
+from blockdraft_jax.model import MIN_SLOTS, Array, CacheView, Memory, ShardedLayout, bucket, jax, jit, jnp
 
 NOWHERE = 2**30  # start of a sequence that pads a batch; nothing is read or written there
 
@@ -105,7 +105,7 @@ class JaxCache(KVCache):
     """
 
     def __init__(
-        self, batch: int, capacity: int, config: DecoderConfig, dtype: Any, layout: Layout, hidden_size: int = 0
+        self, batch: int, capacity: int, config: DecoderConfig, dtype: Any, layout: ShardedLayout, hidden_size: int = 0
     ) -> None:
         super().__init__(batch, capacity)
         slots = -(-max(self._slots, 1) // MIN_SLOTS) * MIN_SLOTS  # rounded up, so that engines share compiled code
@@ -165,7 +165,7 @@ class JaxCache(KVCache):
 
 
 @partial(jit, static_argnums=0, donate_argnums=1)
-def _write(layout: Layout, memory: Memory, nodes: Memory, path: Array, slots: Array) -> Memory:
+def _write(layout: ShardedLayout, memory: Memory, nodes: Memory, path: Array, slots: Array) -> Memory:
     """Write the nodes `path` `[B, M]` of a forward to the KV slots `slots` `[B, M]`."""
 
     def put(store: Array, new: Array) -> Array:

@@ -23,7 +23,7 @@ from blockdraft_jax.cache import JaxCache, JaxTensor
 from blockdraft_jax.model import (
     Array,
     CacheView,
-    Decoder,
+    JaxDecoder,
     Memory,
     Params,
     angles,
@@ -52,7 +52,7 @@ class JaxHost(DraftHost):
         params: The target's weights by their checkpoint names.
     """
 
-    decoder: Decoder
+    decoder: JaxDecoder
     params: Params
 
 
@@ -123,7 +123,7 @@ class JaxDraftRunner(DraftRunner):
         self.config, self._host = config, host
         self._hidden_size = config.hidden_size if self.described.has_pairs else 0
         self._layout, self._dtype = host.decoder.layout, host.params["model.norm.weight"].dtype
-        self.decoder, self.target_decoder = Decoder(layers, self._layout), host.decoder
+        self.decoder, self.target_decoder = JaxDecoder(layers, self._layout), host.decoder
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         heads = layers.num_heads, layers.num_kv_heads
         self.params = load_params(shapes, tensors.__getitem__, self._dtype, self._layout, *heads)

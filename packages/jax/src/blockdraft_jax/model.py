@@ -54,7 +54,7 @@ class ShardingRules:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardedLayout:
     """A mesh and its sharding rules. An axis whose size the mesh does not divide is replicated."""
 
     mesh: Any  # jax.sharding.Mesh
@@ -85,18 +85,18 @@ class Layout:
         return jax.device_put(values, self.sharding((), ()))
 
 
-def local_layout(devices: Sequence[Any] | None = None) -> Layout:
+def local_layout(devices: Sequence[Any] | None = None) -> ShardedLayout:
     """Return a mesh of one tensor-parallel axis over the given devices, by default all of this process."""
     devices = jax.local_devices() if devices is None else devices
     kinds = (jax.sharding.AxisType.Auto,)
-    return Layout(jax.make_mesh((len(devices),), ("tensor",), axis_types=kinds, devices=devices))
+    return ShardedLayout(jax.make_mesh((len(devices),), ("tensor",), axis_types=kinds, devices=devices))
 
 
 def load_params(
     shapes: Mapping[str, Sequence[int]],
     read: Callable[[str], torch.Tensor],
     dtype: Any,
-    layout: Layout,
+    layout: ShardedLayout,
     heads: int,
     kv_heads: int,
 ) -> dict[str, Array]:
@@ -273,11 +273,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
+class JaxDecoder:
     """A decoder's shape and layout, with its computations as functions of the parameters."""
 
     config: DecoderConfig
-    layout: Layout
+    layout: ShardedLayout
 
     def norm(self, params: Params, name: str, x: Array) -> Array:
         return rms_norm(x, params[name], self.config.norm_eps, self.config.norm_plus_one)

@@ -36,12 +36,23 @@ from blockdraft.targets.weights import open_weights
 from blockdraft.types import LoadOptions
 from blockdraft_jax.cache import JaxCache, JaxTensor
 from blockdraft_jax.draft_runner import KNOWN, JaxDraftRunner, JaxHost
-from blockdraft_jax.model import Array, Decoder, Layout, as_numpy, bucket, embed, jax, jnp, load_params, local_layout
+from blockdraft_jax.model import (
+    Array,
+    JaxDecoder,
+    ShardedLayout,
+    as_numpy,
+    bucket,
+    embed,
+    jax,
+    jnp,
+    load_params,
+    local_layout,
+)
 
 RANK = None  # never chosen automatically
 
 
-def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -> JaxTarget:
+def load(path: str | Path, options: LoadOptions, layout: ShardedLayout | None = None) -> JaxTarget:
     """Load a safetensors checkpoint of a family in `targets.families`.
 
     Args:
@@ -79,7 +90,7 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
     if getattr(config, "quantization_config", None):
         raise NotCovered("its weights are quantized; load the model that it was quantized from")
     tensors, source = open_weights(path, shape, config, options)
-    decoder = Decoder(shape, layout or local_layout())
+    decoder = JaxDecoder(shape, layout or local_layout())
     with loading(path):
         params = load_params(
             shape.tensor_shapes(),
@@ -117,7 +128,7 @@ class JaxTarget(CheckpointTarget):
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: JaxDecoder,
         params: dict[str, Array],
         config: AnyConfig,
         *,

@@ -155,7 +155,7 @@ class LayerCache:
         offset: Tokens before the nodes: a number, or an array `[B]` if sequences differ.
     """
 
-    def __init__(self, nodes: Nodes, layer: int) -> None:
+    def __init__(self, nodes: NodeMasks, layer: int) -> None:
         self._nodes, self._layer, self.offset = nodes, layer, nodes.offset
 
     def update_and_fetch(self, keys: Array, values: Array) -> list[Array]:
@@ -167,7 +167,7 @@ class LayerCache:
         return self._nodes.mask(window_size, return_array)
 
 
-class Nodes:
+class NodeMasks:
     """Positions and masks of the nodes of one forward.
 
     Attributes:
@@ -243,7 +243,7 @@ class MLXTarget(CheckpointTarget):
         quantization = raw.get("quantization") or {}
         self._bits, self._group_size = quantization.get("bits"), quantization.get("group_size", 64)
         self._round_drafters = round_drafters
-        self._nodes: Nodes | None = None
+        self._nodes: NodeMasks | None = None
         self._outputs: dict[int, Array] = {}
         self._target_layers: Sequence[int] = ()
         self._scored: Array | None = None
@@ -332,7 +332,7 @@ class MLXTarget(CheckpointTarget):
             return TargetOutput(logits, hidden_states, best)
         with self.lock, computing():
             cache.check_room(tokens.size(1))
-            self._nodes, self._target_layers, self._outputs = Nodes(cache, parents), target_layers, {}
+            self._nodes, self._target_layers, self._outputs = NodeMasks(cache, parents), target_layers, {}
             self._scored = None if logits_at is None else in_mlx(logits_at)
             caches = [LayerCache(self._nodes, layer) for layer in range(self._caches)]
             try:

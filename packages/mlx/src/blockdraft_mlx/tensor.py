@@ -126,7 +126,7 @@ def _copied(tensor: Tensor) -> Array:
     return mx.array((tensor.float() if tensor.dtype == torch.float64 else tensor).numpy())
 
 
-class QuantizedWeight(NamedTuple):
+class MLXQuantizedWeight(NamedTuple):
     """A weight `[out, in]` as `mx.quantize` stores it.
 
     Its scales are float32 whatever the arithmetic: rounded to half precision they shift whole groups of weights, and
@@ -149,7 +149,7 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int) -> None:
         with computing():
             quantized, scales, biases = mx.quantize(_copied(weight).astype(mx.float32), group_size, bits)
             mx.eval(quantized, scales, biases)
-            _weights[weight] = QuantizedWeight(quantized, scales, biases, group_size, bits)
+            _weights[weight] = MLXQuantizedWeight(quantized, scales, biases, group_size, bits)
 
 
 class Ranked(NamedTuple):
@@ -159,8 +159,8 @@ class Ranked(NamedTuple):
     indices: Array
 
 
-def _linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None) -> Array:
-    if isinstance(weight, QuantizedWeight):
+def _linear(x: Array, weight: Array | MLXQuantizedWeight, bias: Array | None = None) -> Array:
+    if isinstance(weight, MLXQuantizedWeight):
         parts, group_size, bits = weight[:3], weight.group_size, weight.bits
         out = mx.quantized_matmul(x.astype(mx.float32), *parts, transpose=True, group_size=group_size, bits=bits)
         out = out.astype(x.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.harness.report import table
 from benchmarks.radar.published import Figure, Measured, published
 
-from blockdraft.models import Drafter
+from blockdraft.models import PublishedDrafter
 from blockdraft_radar.devices import find, machine_of
 from blockdraft_radar.project import Interval, Projection, batch_for, project
 from blockdraft_radar.shape import Shape, read_shape
@@ -71,8 +71,8 @@ def projection(measured: Measured, constant: Constants | None = None) -> Project
     )
 
 
-def _drafter(shape: Shape, kind: str) -> Drafter:
-    unpublished = Drafter(hub=f"unpublished/{kind}", kind=kind, layout="unknown", source="https://example.org")
+def _drafter(shape: Shape, kind: str) -> PublishedDrafter:
+    unpublished = PublishedDrafter(hub=f"unpublished/{kind}", kind=kind, layout="unknown", source="https://example.org")
     return next((drafter for drafter in shape.drafters if drafter.kind == kind), unpublished)
 
 

@@ -9,14 +9,14 @@ import torch
 
 from blockdraft.engine.adaptive.costs import Costs, Pair, of_target
 from blockdraft.errors import UsageError
-from blockdraft.models import Drafter, Model, bundled_drafter, known, model_of, pulled
+from blockdraft.models import Model, PublishedDrafter, bundled_drafter, known, model_of, pulled
 from blockdraft.models.catalogue import BUNDLED
 from blockdraft_radar.shape import Shape
 
 KINDS = {"bfloat16": "bf16", "float32": "fp32"}  # torch's names of weight types, and radar's
 
 
-def calibrated(shape: Shape, weights: str) -> tuple[Costs, Drafter | None] | None:
+def calibrated(shape: Shape, weights: str) -> tuple[Costs, PublishedDrafter | None] | None:
     """Return the newest costs of a model with a kind of weights and the current number of threads, or None.
 
     Returns:
@@ -42,7 +42,7 @@ def _model(shape: Shape) -> Model | None:
         return model_of(shape.path)
 
 
-def _published_drafter(pair: Pair, model: Model | None) -> Drafter | None:
+def _published_drafter(pair: Pair, model: Model | None) -> PublishedDrafter | None:
     bundled = None if model is None else bundled_drafter(model)
     if model is None or bundled is None or pair.drafter is None or Path(pair.drafter) != bundled.resolve():
         return None

@@ -10,7 +10,7 @@ from typing import Literal
 
 from blockdraft.drafters import DraftCost, entries
 from blockdraft.errors import UsageError
-from blockdraft.models import Drafter, catalogue
+from blockdraft.models import PublishedDrafter, catalogue
 from blockdraft.models.catalogue import BUNDLED
 from blockdraft_radar.shape import Shape
 
@@ -34,7 +34,7 @@ def cost_of(kind: str) -> DraftCost:
     return specs[kind].cost if kind in specs else DraftCost()
 
 
-def cost_for(drafter: Drafter | None) -> DraftCost:
+def cost_for(drafter: PublishedDrafter | None) -> DraftCost:
     """Return the cost of a drafter: its kind's, with the published vocabulary and number of layers."""
     cost = cost_of(kind_of(drafter))
     if drafter is None:
@@ -43,7 +43,7 @@ def cost_for(drafter: Drafter | None) -> DraftCost:
     return replace(cost, head_vocabulary=head, layers=layers)
 
 
-def kind_of(drafter: Drafter | None) -> str:
+def kind_of(drafter: PublishedDrafter | None) -> str:
     """Return the kind of a drafter; None stands for one that is still to be trained."""
     return drafter.kind if drafter else DEFAULT_KIND
 
@@ -126,7 +126,7 @@ def of_task(taus: Mapping[str, float], task: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def tau_of(drafter: Drafter | None, task: str) -> Tau:
+def tau_of(drafter: PublishedDrafter | None, task: str) -> Tau:
     """Return tau of a drafter on a task. Greedy values without reasoning take precedence.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from blockdraft.drafters import DraftCost
 from blockdraft.engine.adaptive.costs import CONTEXT, Costs
 from blockdraft.errors import UsageError
-from blockdraft.models import Drafter
+from blockdraft.models import PublishedDrafter
 from blockdraft_radar.devices import Machine
 from blockdraft_radar.drafting import Tau, cost_for, kind_of, tau_of
 from blockdraft_radar.memory import memory_of
@@ -85,7 +85,7 @@ def project(
     batch: int = 1,
     task: str = "mean",
     *,
-    drafter: Drafter | None = None,
+    drafter: PublishedDrafter | None = None,
     block_size: int | None = None,
     tau: float | None = None,
     eager: bool = False,
@@ -119,7 +119,7 @@ def project(
     bits = bits_of(shape, weights)
     step = Roofline(shape, machine, constant, bits, weights, context, batch, eager)
     plain = _seconds(step, costs, 1)
-    candidates: Sequence[Drafter | None] = [drafter] if drafter else (shape.drafters or (None,))
+    candidates: Sequence[PublishedDrafter | None] = [drafter] if drafter else (shape.drafters or (None,))
     choices = (_choose(step, candidate, task, block_size, tau, costs) for candidate in candidates)
     best = max(choices, key=lambda choice: choice.speed)
     drafting = best.size <= context
@@ -203,7 +203,7 @@ def batch_for(speed: float, shape: Shape, machine: Machine, max_batch: int = 409
 class _Choice:
     """A drafter with its fastest block size."""
 
-    drafter: Drafter | None
+    drafter: PublishedDrafter | None
     cost: DraftCost
     tau: Tau
     taus: tuple[float, float, float]
@@ -234,7 +234,7 @@ def _seconds(step: Roofline, costs: Costs | None, size: int, cost: DraftCost | N
 
 def _choose(
     step: Roofline,
-    drafter: Drafter | None,
+    drafter: PublishedDrafter | None,
     task: str,
     block_size: int | None,
     measured: float | None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.models import Drafter, Model, catalogue, known, model_of
+from blockdraft.models import Model, PublishedDrafter, catalogue, known, model_of
 from blockdraft.text_files import read_json
 
 STATE_SIZE = 128  # default numbers per channel of a recurrent layer's state
@@ -66,7 +66,7 @@ class Shape:
     state_numbers: int = 0
     stored_bytes: int = 0
     licence: str | None = None
-    drafters: tuple[Drafter, ...] = ()
+    drafters: tuple[PublishedDrafter, ...] = ()
     path: str | None = None
 
 

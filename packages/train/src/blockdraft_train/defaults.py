@@ -12,7 +12,7 @@ from blockdraft_train.batches import Documents, split
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.data.settings import LONGEST
 from blockdraft_train.recipe import Recipe
-from blockdraft_train.variant import Choice, Variant, find_variant
+from blockdraft_train.variant import DerivedValue, Variant, find_variant
 
 # Upper bounds, where target and data are large enough. Length and anchors are those of arXiv 2602.06036.
 TOKENS_PER_ANCHOR, BATCH, HELD_OUT = 6, 8, 64
@@ -55,7 +55,7 @@ def resolve(
     known, notes = earlier or {}, list[str]()
     values: dict[str, Any] = {}
 
-    def take(name: str, choice: Choice) -> Any:
+    def take(name: str, choice: DerivedValue) -> Any:
         """Return the value of the recipe, else that of the earlier run, else this choice."""
         value = getattr(recipe, name)
         if value is None:
@@ -63,24 +63,24 @@ def resolve(
         values[name] = value
         return value
 
-    def report(name: str, choice: Choice) -> Any:
+    def report(name: str, choice: DerivedValue) -> Any:
         if choice.why is not None:
             notes.append(f"{name.replace('_', ' ')} {_words(choice.value)}: {choice.why}")
         return choice.value
 
     context = target.max_context
     short = f"the target's context is {context} tokens" if context < LONGEST else None
-    length = take("length", Choice(min(LONGEST, context), short))
+    length = take("length", DerivedValue(min(LONGEST, context), short))
     if length > context:
         complaints.messages.append(
             f"length is {length} and the target's context is {context} tokens; give at most that, or leave it out."
         )
-    take("anchors", Choice(max(1, length // TOKENS_PER_ANCHOR)))
+    take("anchors", DerivedValue(max(1, length // TOKENS_PER_ANCHOR)))
     documents = Documents(data, length)
     usable = len(documents.usable)
     tenth = max(usable // 10, min(1, usable - 1), 0)
     few = f"a tenth of the {counted(usable, 'document')}" if tenth < HELD_OUT else None
-    count = take("held_out", Choice(min(HELD_OUT, tenth), few))
+    count = take("held_out", DerivedValue(min(HELD_OUT, tenth), few))
     trained, held_out = list[int](), list[int]()
     with complaints.noting():
         trained, held_out = split(documents, count, recipe.seed)
@@ -90,7 +90,7 @@ def resolve(
     batch = -(-min(BATCH, sequences) // least) * least
     small = f"the documents fill {counted(sequences, 'sequence')} of {length} tokens" if sequences < BATCH else None
     uneven = f"a multiple of {processes} processes times accumulation {recipe.accumulation}" if BATCH % least else None
-    if take("batch", Choice(batch, small or uneven)) % least:
+    if take("batch", DerivedValue(batch, small or uneven)) % least:
         complaints.messages.append(
             f"batch must be a multiple of {processes} processes times accumulation {recipe.accumulation}, "
             f"got {values['batch']}."

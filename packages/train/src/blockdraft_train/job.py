@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from blockdraft.targets import Target
-from blockdraft.tools.export import Format
+from blockdraft.tools.export import ExportFormat
 from blockdraft.types import Prompt
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.progress import Progress
@@ -42,6 +42,6 @@ class TrainingJob:
     accelerator: Accelerator
     prompts: Sequence[Prompt] | None = None
     progress: Progress = field(default_factory=Progress)
-    written: Format | None = None
+    written: ExportFormat | None = None
     more: int = 0
     other_responses: bool = False

@@ -20,7 +20,7 @@ from blockdraft.errors import UsageError
 
 # Decay constants for the block sizes in arXiv 2602.06036; `default_gamma` scales the last one for other sizes.
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
-LEAST_ACCEPTANCE = 1e-5  # below it `acceptance` is flat, so that one hopeless slot cannot dominate a batch
+MIN_ACCEPTANCE = 1e-5  # below it `acceptance` is flat, so that one hopeless slot cannot dominate a batch
 SMOOTHING = 0.5  # a in arXiv 2605.18810: 0 ignores all slots after the first wrong one, 1 weighs by position alone
 SHARPNESS = 3.0  # of the change from divergence to total variation in arXiv 2602.23881
 
@@ -169,7 +169,7 @@ def total_variation(slots: Slots) -> Tensor:
 @objective(decayed=True, needs_teacher=True)
 def acceptance(slots: Slots) -> Tensor:
     """Return the negative log acceptance, `-log sum_v min(p_v, q_v)`: steep where drafter and target disagree."""
-    return -acceptance_rate(slots).clamp(min=LEAST_ACCEPTANCE).log()
+    return -acceptance_rate(slots).clamp(min=MIN_ACCEPTANCE).log()
 
 
 @objective(decayed=True, needs_teacher=True)

@@ -20,7 +20,7 @@ from blockdraft.formats import Trained, check_writable, read_config
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
-from blockdraft.tools.export import Format
+from blockdraft.tools.export import ExportFormat
 from blockdraft_train.batches import Documents
 from blockdraft_train.data.documents import TokenData, grown_since, read_state
 from blockdraft_train.data.target_layers import target_hidden_states
@@ -85,7 +85,7 @@ def data_of_run(data: TokenData, began_with: dict[str, Any], out: Path, note: Ca
 
 
 def resolve_and_check(
-    job: TrainingJob, data: TokenData, written: Format, earlier: Mapping[str, Any] | None
+    job: TrainingJob, data: TokenData, written: ExportFormat, earlier: Mapping[str, Any] | None
 ) -> tuple[Resolved, Any, list[list[int]] | None]:
     """Fill in what the recipe leaves open, and check that everything fits together.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantization import LEAST_GROUP, best_group
+from blockdraft.nn.quantization import MIN_GROUP, best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 
 
@@ -30,11 +30,11 @@ def quantized_layers(network: nn.Module, is_quantized: Callable[[str], bool], bi
     layers = [layer for name, layer in linear.items() if is_quantized(name)]
     if not layers:
         raise UsageError(f"qat_bits is {bits}, and drafters of this kind are never quantized; leave qat_bits out.")
-    odd_sizes = sorted({layer.in_features for layer in linear.values() if layer.in_features % LEAST_GROUP})
+    odd_sizes = sorted({layer.in_features for layer in linear.values() if layer.in_features % MIN_GROUP})
     if odd_sizes:
         raise UsageError(
             f"qat_bits is {bits}, and the drafter has layers of {', '.join(map(str, odd_sizes))} inputs, no multiple "
-            f"of {LEAST_GROUP}, which are never quantized; leave qat_bits out."
+            f"of {MIN_GROUP}, which are never quantized; leave qat_bits out."
         )
     return layers
 
@@ -47,7 +47,7 @@ def quantized_weights(layers: Sequence[nn.Linear], bits: int) -> Iterator[None]:
     shards by rows, each process quantizes its own. A weight that is not finite stays as it is: the loss shows it.
 
     Args:
-        layers: Layers with float32 weights and a multiple of `LEAST_GROUP` inputs.
+        layers: Layers with float32 weights and a multiple of `MIN_GROUP` inputs.
         bits: 4 or 8.
     """
     weights = [_local(layer.weight) for layer in layers]

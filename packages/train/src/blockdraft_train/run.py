@@ -38,7 +38,7 @@ def claimed(out: Path, accelerator: Accelerator, stops: StopSignals) -> Iterator
         yield
 
 
-class Run(ABC):
+class TrainingRun(ABC):
     """Runs the steps of a training run. A subclass sets the attributes and trains one kind of model.
 
     Attributes:

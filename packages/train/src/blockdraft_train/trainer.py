@@ -19,7 +19,7 @@ from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import clear_remains
 from blockdraft.formats import check_writable
 from blockdraft.machine import wait_for
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft_train import checkpoints, preflight
 from blockdraft_train.batches import Batch, Batches
 from blockdraft_train.graceful_shutdown import Stopped, StopSignals, clear_finish_request
@@ -37,7 +37,7 @@ from blockdraft_train.metrics import (
 from blockdraft_train.optimizers import make_optimizers, set_rate
 from blockdraft_train.progress import Progress, RunLog, draw_curves, run_folder
 from blockdraft_train.quantized_weights import quantized_layers, quantized_weights
-from blockdraft_train.run import Run, claimed
+from blockdraft_train.run import TrainingRun, claimed
 from blockdraft_train.schedule import Schedule
 from blockdraft_train.variant import find_variant
 
@@ -65,7 +65,7 @@ def train(job: TrainingJob) -> list[dict[str, Any]]:
         return Trainer(job, stops).run()
 
 
-class Trainer(Run):
+class Trainer(TrainingRun):
     """Trainer of one run. Making it checks and loads everything; `run` trains.
 
     Args:
@@ -83,7 +83,7 @@ class Trainer(Run):
                 f"format must be {only} for this recipe and target, got {job.written.name}: no other format can hold "
                 "such a drafter. Leave it out."
             )
-        self.evaluation_format = Format(only or entries()[job.variant].layouts[0])
+        self.evaluation_format = ExportFormat(only or entries()[job.variant].layouts[0])
         self.written = job.written or self.evaluation_format
         self.out, self.folder = out, run_folder(out)
         state = checkpoints.newest(self.folder / "checkpoints") or {}
@@ -309,7 +309,7 @@ class Trainer(Run):
             self.accelerator.wait_for_everyone()
         return metrics, f", tau {metrics['tau']:.2f}" if "tau" in metrics else ""
 
-    def _export(self, folder: Path, written: Format, with_embedding: bool = True) -> None:
+    def _export(self, folder: Path, written: ExportFormat, with_embedding: bool = True) -> None:
         """Write the drafter as it is now; see `export`."""
         tensors = checkpoints.gather_weights(self.module)
         if self.accelerator.is_main_process:

@@ -65,7 +65,7 @@ class NetworkConfig(Protocol):
     def target_layers(self) -> tuple[int, ...]: ...
 
 
-class Choice(NamedTuple):
+class DerivedValue(NamedTuple):
     """Value of a field that the recipe left open.
 
     Attributes:
@@ -161,7 +161,7 @@ class Variant(ABC, Generic[R, N, C]):
 
     # Configuration and weights
 
-    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, DerivedValue]:
         """Return values, by name, of fields of its own recipe that depend on target and data.
 
         Faults are added to the complaints. `config` must not need this call, so that networks can be made without data.

@@ -19,7 +19,7 @@ from blockdraft.types import SamplingParams
 from blockdraft_train.data import regenerate, responders
 from blockdraft_train.data.documents import TokenData, read_data
 from blockdraft_train.data.prepare import Preparation
-from blockdraft_train.data.regenerate import Conversation, loops_note, prompts_of
+from blockdraft_train.data.regenerate import RegeneratedChat, loops_note, prompts_of
 from blockdraft_train.data.responders import CHECKED_TOKENS, EngineResponder, Responder, Response, ServerResponder
 from blockdraft_train.data.settings import DataSettings
 
@@ -165,7 +165,7 @@ def test_turns_share_a_document_where_their_tokens_go_on(target: Target) -> None
     odd = [*(target.tokenizer(letter)["input_ids"][0] for letter in "the"), *target.tokenizer(" end")["input_ids"]]
     assert target.tokenizer.decode(odd) == "the end" and odd != plain
     for ids, count in ((plain, 1), (odd, 2)):
-        chat = Conversation([[{"role": "user", "content": "q"}], [{"role": "user", "content": "r"}]], encoder, 200)
+        chat = RegeneratedChat([[{"role": "user", "content": "q"}], [{"role": "user", "content": "r"}]], encoder, 200)
         assert chat.next_prompt() == chat_ids(target, "q")
         chat.take(Response("the end", [*ids, end], ended=True))
         second = chat.next_prompt()
@@ -186,7 +186,7 @@ def test_turns_share_a_document_where_their_tokens_go_on(target: Target) -> None
 def test_nobody_goes_on_behind_half_an_answer(target: Target) -> None:
     assert target.tokenizer is not None
     encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
-    chat = Conversation([[{"role": "user", "content": "q"}], [{"role": "user", "content": "r"}]], encoder, 200)
+    chat = RegeneratedChat([[{"role": "user", "content": "q"}], [{"role": "user", "content": "r"}]], encoder, 200)
     chat.next_prompt()
     chat.take(Response("half", [5, 6], ended=False))
     assert chat.next_prompt() is None

@@ -19,7 +19,7 @@ from blockdraft.formats.zlab import read_config
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
-from blockdraft_train.doctor.checks import Check
+from blockdraft_train.doctor.checks import Assumption
 from blockdraft_train.doctor.dflash import checks
 from blockdraft_train.doctor.examine import Diagnosis, conclude, examine
 
@@ -229,8 +229,8 @@ def test_checks_are_different_and_possible() -> None:
 def test_small_gains_are_no_fault() -> None:
     config = read_config(DRAFTER)
     usual, other = (
-        Check(config, assumption="usual"),
-        Check(config, fault="target_layers", assumption="other", remedy="do this"),
+        Assumption(config, assumption="usual"),
+        Assumption(config, fault="target_layers", assumption="other", remedy="do this"),
     )
     generator = torch.Generator().manual_seed(0)
     runs = [(torch.rand(60, 1, generator=generator) < share).long() for share in (0.5, 0.6)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.targets import load_target
-from blockdraft.tools.export import Format, convert
+from blockdraft.tools.export import ExportFormat, convert
 from blockdraft_train.fit.card import engines, usage
 from blockdraft_train.fit.steps import Where
 
@@ -45,7 +45,7 @@ def test_a_drafter_that_names_no_target_is_not_started_elsewhere(
     target = load_target(tiny_target_dir, device="cpu")
     for name, started in (("some/model", True), (None, False)):
         out = tmp_path / str(started)
-        convert(inside, out, Format("speculators", name), target)
+        convert(inside, out, ExportFormat("speculators", name), target)
         assert bool(engines(Where(out, name or "m.gguf"))) == started
         assert not any(line.startswith("blockdraft export") for line in usage(Where(out, name or "m.gguf")))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockdraft.settings import read_settings
-from blockdraft_train.fit.facts import Machine, Measured, Plan, Speeds, TargetFacts, duration, show
+from blockdraft_train.fit.facts import FitMachine, FitPlan, Speeds, TargetFacts, TargetMeasurements, duration, show
 from blockdraft_train.fit.plan import (
     Default,
     Planner,
@@ -21,17 +21,17 @@ from blockdraft_train.fit.settings import FitSettings
 from blockdraft_train.variant import find_variant, fit_gains
 
 TARGET = TargetFacts(8, 224, 4096, 1024, True, 11_000_000, "native, compiled", "cpu", 4)
-MACHINE = Machine(2, 2**34, 2**34, 2**36)
+MACHINE = FitMachine(2, 2**34, 2**34, 2**36)
 SPEEDS = Speeds((320, 1280), (0.2, 0.6), {2: 1.2, 4: 1.4, 8: 1.6}, 1_400_000)
-MEASURED = Measured(60.0, 300, 100.0, 0.05, 3000.0, 0.001, 20_000.0, {"dflash": SPEEDS})
+MEASURED = TargetMeasurements(60.0, 300, 100.0, 0.05, 3000.0, 0.001, 20_000.0, {"dflash": SPEEDS})
 QWEN = TargetFacts(28, 1024, 150_000, 32_768, True, 2**30, "native")
 BIG = TargetFacts(36, 4096, 151_936, 40_960, True, 16_000_000_000, "native", "cuda")
-GPU = Machine(16, 2**37, 6 * 2**30, 2**38)
+GPU = FitMachine(16, 2**37, 6 * 2**30, 2**38)
 FAST = Speeds((1024, 4096), (0.1, 0.2), {2: 1.1, 4: 1.1, 8: 1.15}, 1_000_000_000)
-MEASURED_BIG = Measured(200.0, 1400, 400.0, 0.0, 2500.0, 0.03, 50_000.0, {"dflash": FAST})
+MEASURED_BIG = TargetMeasurements(200.0, 1400, 400.0, 0.0, 2500.0, 0.03, 50_000.0, {"dflash": FAST})
 
 
-def plan(hours: float = 1.0, available: int | None = 100_000, **changes: Any) -> Plan:
+def plan(hours: float = 1.0, available: int | None = 100_000, **changes: Any) -> FitPlan:
     asked = FitSettings(hours=hours, **{name: changes.pop(name) for name in ("answers", "steps") if name in changes})
     given = {"target": TARGET, "machine": MACHINE, "measured": MEASURED, **changes}
     return Planner(asked, given["target"], given["machine"], given["measured"], available, 8.0, 60.0).plan()
@@ -204,7 +204,7 @@ def test_the_least_hours_suffice(what: str, slow: float) -> None:
 
 def test_a_plan_survives_its_file() -> None:
     made = plan()
-    read = Plan(**json.loads(json.dumps(asdict(made))))
+    read = FitPlan(**json.loads(json.dumps(asdict(made))))
     assert show(read, TARGET, MACHINE, [], 1.0) == show(made, TARGET, MACHINE, [], 1.0)
     assert read.recipe["target_layers"] == list(made.recipe["target_layers"])
 

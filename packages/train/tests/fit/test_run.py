@@ -14,7 +14,7 @@ import pytest
 from blockdraft.data.settings import RecordSettings
 from blockdraft.types import Drafting, SamplingParams
 from blockdraft_train.fit import run
-from blockdraft_train.fit.facts import Plan
+from blockdraft_train.fit.facts import FitPlan
 from blockdraft_train.fit.run import FORMAT, Fit, run_fit
 from blockdraft_train.fit.settings import FitSettings
 from blockdraft_train.fit.steps import Where
@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> str:
     return str(path)
 
 
-def planned(fit: Fit, plan: Plan) -> None:
+def planned(fit: Fit, plan: FitPlan) -> None:
     folder = fit.where.folder
     folder.mkdir()
     made = {"format": FORMAT, "asked": fit.asked(), "plan": asdict(plan), "survey": ["as planned"]}
@@ -82,7 +82,7 @@ def test_bad_prompts_are_refused_before_anything_is_measured(
 
 
 def test_other_options_than_those_of_the_plan_are_refused(
-    tmp_path: Path, make_plan: Callable[..., Plan], source: str
+    tmp_path: Path, make_plan: Callable[..., FitPlan], source: str
 ) -> None:
     fit = Fit(Where(tmp_path / "out", "model"), FitSettings(), (source,), RECORDS)
     planned(fit, make_plan())
@@ -92,7 +92,9 @@ def test_other_options_than_those_of_the_plan_are_refused(
         run_fit(other, False, SILENT)
 
 
-def test_one_start_at_a_time(tmp_path: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_start_at_a_time(
+    tmp_path: Path, make_plan: Callable[..., FitPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fit = Fit(Where(tmp_path / "out", "model"), FitSettings(), (), RECORDS)
     planned(fit, make_plan())
 
@@ -133,7 +135,7 @@ def test_a_fit_from_its_plan_to_its_card(
     changes: dict[str, Any],
     tmp_path: Path,
     tiny_target_dir: Path,
-    make_plan: Callable[..., Plan],
+    make_plan: Callable[..., FitPlan],
     source: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,10 +18,10 @@ from typer.main import get_command
 from blockdraft.cli import app
 from blockdraft.errors import BlockdraftError
 from blockdraft_train.fit import steps
-from blockdraft_train.fit.facts import Plan
+from blockdraft_train.fit.facts import FitPlan
 from blockdraft_train.fit.steps import Step, Where, done_steps, make_steps, run_steps
 
-MakePlan = Callable[..., Plan]
+MakePlan = Callable[..., FitPlan]
 WHERE = Where(Path("out"), "some/model", "bfloat16", "cpu", "hf")
 ADAPTED = Where(Path("out"), "some/model", adapter="some/lora", revision="v2")
 

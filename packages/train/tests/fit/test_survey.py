@@ -11,12 +11,14 @@ import pytest
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft_train.fit import survey
-from blockdraft_train.fit.facts import Measured
+from blockdraft_train.fit.facts import TargetMeasurements
 
 PROMPTS = [f"say {i} the inn" for i in range(12)]
 
 
-def measure(target: Target, hours: float, variants: list[str], folder: Path, **options: Any) -> tuple[Measured, str]:
+def measure(
+    target: Target, hours: float, variants: list[str], folder: Path, **options: Any
+) -> tuple[TargetMeasurements, str]:
     notes: list[str] = []
     facts = survey.target_facts(target)
     measured = survey.measure(target, facts, PROMPTS, hours, 24, variants, folder, notes.append, **options)

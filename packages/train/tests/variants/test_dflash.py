@@ -13,7 +13,7 @@ from blockdraft.formats import read_drafter
 from blockdraft.formats.gguf.drafter import write_drafter
 from blockdraft.targets import load_target, load_target_text
 from blockdraft.targets.gguf import tokenizer_metadata
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.draft_vocabulary import frequent_tokens
 from blockdraft_train.objectives import Slots
@@ -40,7 +40,7 @@ def test_the_training_pass_equals_the_draft_pass(
             parameter += 0.3 * torch.randn(parameter.shape, generator=random)
     assert DFlashVariant.layout(RECIPE, target) == "speculators"
     saved = variant.saved(network.state_dict())
-    export(tmp_path / "drafter", Format("speculators"), config, saved, target, variant.kept)
+    export(tmp_path / "drafter", ExportFormat("speculators"), config, saved, target, variant.kept)
     drafter: Any = load_drafter(tmp_path / "drafter", target=target)
     kept = frequent_tokens(data, target.vocab_size, 200)
     assert torch.equal(drafter.reduced_head.kept, kept) and len(kept.unique()) == 200

@@ -13,7 +13,7 @@ from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft.types import SamplingParams
 from blockdraft_train.dflash_pass import draft_hidden
 from blockdraft_train.objectives import Slots
@@ -114,7 +114,7 @@ def test_training_starts_from_a_v1_drafter(tmp_path: Path, target: Target, tiny_
     v1 = load_drafter(tiny_drafter_dir, target=target)
     config = variant.config(target)
     network = variant.network(config)
-    export(tmp_path / "draft", Format("zlab"), config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "draft", ExportFormat("zlab"), config, variant.saved(network.state_dict()), target)
     v2 = load_drafter(tmp_path / "draft", target=target)
     assert isinstance(v2, DFlash2Drafter)
     hidden_states = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(5))

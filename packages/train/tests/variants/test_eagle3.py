@@ -15,7 +15,7 @@ from blockdraft.formats import read_drafter
 from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft.types import Drafting, SamplingParams
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.data.documents import Document, TokenData, read_data
@@ -125,7 +125,7 @@ def test_training_with_a_part_of_the_vocabulary_equals_drafting(
         for parameter in network.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     config = variant.config(target)
-    export(tmp_path / "drafter", Format("eagle3"), config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "drafter", ExportFormat("eagle3"), config, variant.saved(network.state_dict()), target)
     parity(variant, network.eval(), load_drafter(tmp_path / "drafter", target=target), target)
 
 
@@ -276,7 +276,7 @@ def test_the_layout_of_a_drafter_that_begins_as_the_last_layer(family: str, layo
     target = of_family(tmp_path / "target", family)
     variant, network = made(target, draft_vocab=100, init="last_layer")
     assert Eagle3Variant.layout(variant.recipe, target) == layout
-    written, tensors = Format(layout or "eagle3", "owner/name"), network.state_dict()
+    written, tensors = ExportFormat(layout or "eagle3", "owner/name"), network.state_dict()
     export(tmp_path / "drafter", written, network.config, tensors, target, with_embedding=False)
     assert "embed_tokens.weight" not in load_file(tmp_path / "drafter/model.safetensors")
     assert load_drafter(tmp_path / "drafter", target=target).kind == "eagle3"

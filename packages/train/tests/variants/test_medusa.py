@@ -11,7 +11,7 @@ import torch
 from blockdraft.drafters import load_drafter
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.objectives import slot_weights
 from blockdraft_train.variants.medusa import MedusaRecipe, MedusaVariant
@@ -30,7 +30,7 @@ def test_training_pass_equals_draft_pass(
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=random)
-    export(tmp_path / "heads", Format("medusa"), config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "heads", ExportFormat("medusa"), config, variant.saved(network.state_dict()), target)
     parity(variant, network.eval(), load_drafter(tmp_path / "heads", target=target), target)
 
 

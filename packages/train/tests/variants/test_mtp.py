@@ -12,7 +12,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.mtp.network import MTPNetwork
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target
-from blockdraft.tools.export import Format, export
+from blockdraft.tools.export import ExportFormat, export
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.objectives import slot_weights
 from blockdraft_train.variants.mtp import MTPRecipe, MTPVariant
@@ -33,7 +33,7 @@ def test_training_pass_equals_draft_pass_before_the_norm(
 ) -> None:
     variant = MTPVariant(replace(RECIPE, normed_feedback=False))
     network = random_network(variant, target)
-    export(tmp_path / "head", Format("mtp"), network.config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "head", ExportFormat("mtp"), network.config, variant.saved(network.state_dict()), target)
     parity(variant, network, load_drafter(tmp_path / "head", target=target), target)
 
 

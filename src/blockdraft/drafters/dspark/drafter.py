@@ -37,7 +37,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 
 CANDIDATES = 16  # tokens per position that a tree chooses from
-LEAST = 1e-6  # minimum probability from the confidence head, and minimum distance from 1
+MIN = 1e-6  # minimum probability from the confidence head, and minimum distance from 1
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -166,8 +166,8 @@ def calibrated(log_probs: Tensor, acceptance_probs: Tensor) -> Tensor:
         acceptance_probs: `[...]`, in [0, 1].
     """
     best, rank = log_probs.max(dim=-1, keepdim=True)
-    share, acceptance_prob = best.exp(), acceptance_probs.unsqueeze(-1).clamp(LEAST, 1 - LEAST)
-    factor = torch.minimum(acceptance_prob / share, (1 - acceptance_prob) / (1 - share).clamp_min(LEAST)).clamp_max(1.0)
+    share, acceptance_prob = best.exp(), acceptance_probs.unsqueeze(-1).clamp(MIN, 1 - MIN)
+    factor = torch.minimum(acceptance_prob / share, (1 - acceptance_prob) / (1 - share).clamp_min(MIN)).clamp_max(1.0)
     return (log_probs + factor.log()).scatter(-1, rank, acceptance_prob.log())
 
 

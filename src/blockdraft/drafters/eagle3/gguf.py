@@ -33,7 +33,7 @@ OWN_FLAGS = ("norm_output", "fc_norm")
 NOT_THERE = ("qk_norm",)
 
 
-class Eagle3:
+class Eagle3Kind:
     architecture, layout = "eagle3", "eagle3"
 
     def configs(self) -> dict[type, str]:
@@ -105,4 +105,4 @@ def _interleaved(config: Eagle3Config) -> dict[str, int]:
     return {"blk.0.attn_q.weight": config.num_attention_heads, "blk.0.attn_k.weight": config.num_key_value_heads}
 
 
-KIND = Eagle3()
+KIND = Eagle3Kind()

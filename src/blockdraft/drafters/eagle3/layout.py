@@ -194,7 +194,7 @@ class EagleLayout(ABC):
         write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
 
 
-class Eagle3(EagleLayout):
+class Eagle3Layout(EagleLayout):
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         architectures = raw.get("architectures")
         names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
@@ -232,7 +232,7 @@ class Eagle3(EagleLayout):
         return {
             VLLM: start,
             SGLANG: sglang(target, "EAGLE3", drafter, config.block_size, chain),
-            TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, draft_tokens, target_layers),
+            TENSORRT_LLM: tensorrt_llm(target, "Eagle3Layout", drafter, draft_tokens, target_layers),
         }
 
     def config_dict(
@@ -306,4 +306,4 @@ class Eagle3Speculators(EagleLayout):
         }
 
 
-LAYOUT, SPECULATORS = Eagle3(), Eagle3Speculators()
+LAYOUT, SPECULATORS = Eagle3Layout(), Eagle3Speculators()

@@ -17,8 +17,8 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
-from blockdraft.formats.stored import Stored
-from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
+from blockdraft.formats.stored import StoredTensor
+from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
 from blockdraft.nn.draft_network import shapes_of
 
 NAME = "MedusaModel"
@@ -38,7 +38,7 @@ class Medusa:
     def config(
         self,
         raw: Mapping[str, Any],
-        tensors: Mapping[str, Tensor] | Mapping[str, Stored],
+        tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor],
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[MedusaConfig, bool]:
@@ -82,10 +82,10 @@ class Medusa:
 
 
 def _config(
-    raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, Stored], num_target_layers: int
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor], num_target_layers: int
 ) -> MedusaConfig:
     """Return the configuration from config.json or else from the tensors."""
-    layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1), maximum=MOST_LAYERS)
+    layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1), maximum=MAX_LAYERS)
     # `medusa_num_heads` is not read: published configurations state 2 for files that hold 5 heads.
     heads = len({name.partition(".")[0] for name in tensors})
     need(heads > 0, "the number of heads", heads, "at least 1; copy the weights again")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.folder import blaming
-from blockdraft.formats.stored import Stored, check_floats, open_tensors
+from blockdraft.formats.stored import StoredTensor, check_floats, open_tensors
 from blockdraft.text_files import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -43,7 +43,7 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
         raise UsageError(
             f"{folder} has several MTP layers ({second}*), and only one is supported; use another drafter."
         )
-    opened: dict[str, Stored] = {}
+    opened: dict[str, StoredTensor] = {}
     for file in sorted(set(own.values())):
         with blaming(file):
             opened |= open_tensors([str(file)])
@@ -87,7 +87,7 @@ class StoredHead:
     """
 
     folder: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     layer: str
     around: Mapping[str, str]
 
@@ -97,7 +97,7 @@ class StoredHead:
         return any(".mlp.experts." in name for name in self.tensors)
 
     @property
-    def parts(self) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    def parts(self) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
         """Tensors of the layer by their names in a layer, and those around it by their names in `MTPHead`."""
         around = {f"{own}.weight": name for name, own in self.around.items()}
         outside = {around[name]: tensor for name, tensor in self.tensors.items() if name in around}

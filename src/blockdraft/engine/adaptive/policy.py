@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from blockdraft.decode.proposal import ChainPlan, HybridPlan, Plan, Turn
+from blockdraft.decode.proposal import ChainPlan, DraftTurn, HybridPlan, Plan
 from blockdraft.drafters import Drafter
 from blockdraft.engine.adaptive.costs import Costs, prior
 from blockdraft.engine.adaptive.estimates import Acceptance, Slowdown, StepTimes
@@ -394,7 +394,7 @@ class HybridController(Controller):
     def plan(self, requests: Sequence[Request]) -> Plan:
         plans = [member.plan(requests) for member in self._members]
         turns = [
-            Turn(index, plan, self._members[index].rate) for index, plan in enumerate(plans) if plan.block_size > 1
+            DraftTurn(index, plan, self._members[index].rate) for index, plan in enumerate(plans) if plan.block_size > 1
         ]
         if not turns or any(self._members[index].tries_plain for index in self._free):
             return ChainPlan(1, plans[0].params)

@@ -17,7 +17,7 @@ from blockdraft.evaluation.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
 CONNECT_SECONDS = 30.0
-MOST_TOKENS = 2**31  # of a response
+MAX_TOKENS = 2**31  # of a response
 SHOWN = 200  # characters of a server's error message
 
 
@@ -188,7 +188,7 @@ def _read(answer: Answer, lines: list[tuple[float, str]]) -> None:
             answer.finish = choice.get("finish_reason") or answer.finish
         usage = event.get("usage") or usage
     tokens = usage.get("completion_tokens", 0)
-    if type(tokens) is not int or not 0 <= tokens <= MOST_TOKENS or (usage and answer.text and not tokens):
+    if type(tokens) is not int or not 0 <= tokens <= MAX_TOKENS or (usage and answer.text and not tokens):
         raise ValueError(f"completion_tokens is {tokens!r} for {len(answer.text)} characters")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     answer.tokens, answer.cached = tokens, cached if type(cached) is int else None

@@ -78,7 +78,7 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelResults:
     """Results of one prompt set at one temperature and one concurrency. Figures without data are None.
 
     Attributes:
@@ -113,7 +113,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoadResults:
     """Results of a measurement.
 
     Attributes:
@@ -126,7 +126,7 @@ class Measured:
 
     servers: dict[str, ServerInfo]
     equality: Equality | None
-    levels: tuple[Level, ...]
+    levels: tuple[LevelResults, ...]
     problems: tuple[str, ...]
     stopped: str = ""
 
@@ -137,7 +137,7 @@ def measure(
     params: Sequence[SamplingParams],
     settings: LoadSettings,
     progress: Progress = lambda stage, done, total: None,
-) -> Measured:
+) -> LoadResults:
     """Measure a server under load, or two interleaved.
 
     Args:
@@ -160,7 +160,7 @@ async def _measure(
     params: Sequence[SamplingParams],
     settings: LoadSettings,
     progress: Progress,
-) -> Measured:
+) -> LoadResults:
     async with AsyncExitStack() as stack:
         for client in clients.values():
             await stack.enter_async_context(client)
@@ -170,9 +170,9 @@ async def _measure(
         plan = [(prompt_set, how, n) for prompt_set in sets for how in params for n in settings.concurrency]
         counts = [max(settings.requests or max(len(prompt_set.prompts), ROUNDS * n), n) for prompt_set, _, n in plan]
         total, done = len(clients) * sum(counts), 0
-        levels, problems, stopped = list[Level](), dict[str, None](), ""
+        levels, problems, stopped = list[LevelResults](), dict[str, None](), ""
         for number, ((prompt_set, how, n), count) in enumerate(zip(plan, counts, strict=True)):
-            measured = dict[str, Level]()
+            measured = dict[str, LevelResults]()
             stage = f"{prompt_set.name}, temperature {how.temperature:g}, {n} at a time"
             for name in list(clients)[:: 1 if number % 2 == 0 else -1]:  # servers take turns to begin
                 progress(stage, done, total)
@@ -189,10 +189,10 @@ async def _measure(
             levels += _with_speedup(measured)
             if stopped:
                 break
-    return Measured(infos, equality, tuple(levels), tuple(problems), stopped)
+    return LoadResults(infos, equality, tuple(levels), tuple(problems), stopped)
 
 
-def _with_speedup(measured: Mapping[str, Level]) -> list[Level]:
+def _with_speedup(measured: Mapping[str, LevelResults]) -> list[LevelResults]:
     speeds = [measured[name].tokens_per_second if name in measured else None for name in (URL, AGAINST)]
     speedup = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
     ordered = [measured[name] for name in (URL, AGAINST) if name in measured]
@@ -253,7 +253,7 @@ async def _compare(
 
 async def _level(
     client: Client, name: str, prompt_set: PromptSet, params: SamplingParams, concurrency: int, count: int
-) -> tuple[Level, list[str]]:
+) -> tuple[LevelResults, list[str]]:
     """Measure one level of `count` requests. Return it with the problems of its requests."""
     numbers = iter(range(count))
     answers, idle = list[Answer](), list[float]()
@@ -273,7 +273,7 @@ async def _level(
             task.cancel()
     accepted = acceptance(before, await client.metrics())
     problems = [answer.problem for answer in answers if answer.problem]
-    level = Level(
+    level = LevelResults(
         server=name,
         prompt_set=prompt_set.name,
         temperature=params.temperature,
@@ -288,7 +288,7 @@ async def _level(
 
 
 def speeds(answers: Sequence[Answer], began: float, busy_until: float) -> dict[str, Any]:
-    """Return the fields of a `Level` that measure time.
+    """Return the fields of a `LevelResults` that measure time.
 
     Tokens count until `busy_until`, when the first of the concurrent streams has nothing left to send. A piece of text
     holds the same share of its response's tokens as of its characters.

@@ -44,7 +44,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class ServerAcceptance:
     """Acceptance of draft tokens.
 
     Attributes:
@@ -74,17 +74,17 @@ def parse(text: str) -> Snapshot:
     return Snapshot(prefix, values, accepted_at, caches)
 
 
-def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
+def acceptance(before: Snapshot | None, after: Snapshot | None) -> ServerAcceptance:
     """Return the acceptance between two moments. SGLang reports only its latest steps, and no positions."""
     if before is None or after is None or after.prefix is None:
-        return Acceptance()
+        return ServerAcceptance()
     if after.prefix == "sglang":
         lengths = [value for value in after.values.get("sglang:spec_accept_length", ()) if value]
-        return Acceptance(fmean(lengths) if lengths else None)
+        return ServerAcceptance(fmean(lengths) if lengths else None)
     drafts = growth(before, after, f"{after.prefix}:spec_decode_num_drafts_total")
     accepted = growth(before, after, f"{after.prefix}:spec_decode_num_accepted_tokens_total")
     if drafts is None or accepted is None:
-        return Acceptance()
+        return ServerAcceptance()
     steps = growth(before, after, "blockdraft:num_steps_total")
     tokens = growth(before, after, "blockdraft:num_step_tokens_total")
     if not steps or tokens is None:  # other engines count only steps that drafted
@@ -95,10 +95,10 @@ def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
             # vLLM also counts tokens accepted after the end of a response. A response's first token needs no draft.
             tokens = min(tokens, made - responses)
     if not steps:
-        return Acceptance(1.0)
+        return ServerAcceptance(1.0)
     positions = range(max(after.accepted_at, default=-1) + 1)
     shares = ((after.accepted_at.get(i, 0.0) - before.accepted_at.get(i, 0.0)) / steps for i in positions)
-    return Acceptance(tokens / steps, tuple(shares))
+    return ServerAcceptance(tokens / steps, tuple(shares))
 
 
 def growth(before: Snapshot, after: Snapshot, name: str) -> float | None:

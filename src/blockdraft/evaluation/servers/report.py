@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockdraft.errors import counted
-from blockdraft.evaluation.servers.measure import Measured
+from blockdraft.evaluation.servers.measure import LoadResults
 from blockdraft.evaluation.tables import SHARES, new_table, number, percents
 from blockdraft.folders import make_folder, write_file
 
@@ -26,18 +26,18 @@ NOTES = (
 )
 
 
-def as_json(results: Measured, arguments: Mapping[str, Any]) -> str:
+def as_json(results: LoadResults, arguments: Mapping[str, Any]) -> str:
     whole = asdict(results) | {"arguments": dict(arguments), "blockdraft": version("blockdraft")}
     return json.dumps(whole, indent=2) + "\n"
 
 
-def write(folder: Path, results: Measured, arguments: Mapping[str, Any]) -> None:
+def write(folder: Path, results: LoadResults, arguments: Mapping[str, Any]) -> None:
     """Write server.json, completely or not at all."""
     make_folder(folder)
     write_file(folder / JSON, as_json(results, arguments).encode())
 
 
-def show(console: Console, results: Measured) -> None:
+def show(console: Console, results: LoadResults) -> None:
     for name, info in results.servers.items():
         caching = {True: "on", False: "off", None: "not known"}[info.prefix_caching]
         console.print(
@@ -60,7 +60,7 @@ def show(console: Console, results: Measured) -> None:
         console.print(f"\n{counted(failed, 'request')} failed: {'; '.join(results.problems[:3])}", markup=False)
 
 
-def _table(console: Console, results: Measured) -> Table:
+def _table(console: Console, results: LoadResults) -> Table:
     headers = ["T", "at once", "requests", "tokens/s", "first ms", "token ms", "tau", SHARES]
     headers += ["speed-up"] if results.equality else []
     table = new_table(console, "prompts", "server", *(f">{header}" for header in headers))

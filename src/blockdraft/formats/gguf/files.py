@@ -30,7 +30,7 @@ SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SIZE = struct.Struct("<Q")  # length of a string, before it
 ALIGNMENT = 32  # default alignment of tensors, in bytes
-MOST_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 NUMBERS = {
     GGUFValueType.UINT8: "B",
@@ -268,7 +268,7 @@ class _Cursor:
         """Read name, shape, type, and offset after the header."""
         name = self.text()
         dimensions = self.number("I")
-        if dimensions > MOST_DIMENSIONS:
+        if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = [self.number("Q") for _ in range(dimensions)]
         number = self.number("I")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight, best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 from blockdraft.types import GGUFWeights
@@ -34,7 +34,11 @@ Q4_0, Q4_0_INPUTS = "Q4_0", 32  # inputs of a block, which share a scale
 
 
 def write_gguf(
-    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Stored], weights: GGUFWeights
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    weights: GGUFWeights,
 ) -> None:
     """Write one file.
 
@@ -108,7 +112,7 @@ def _put(writer: GGUFWriter, key: str, value: Any) -> None:
     add[type(value)](key, value)
 
 
-def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationType:
+def _kind(name: str, tensor: StoredTensor, weights: GGUFWeights) -> GGMLQuantizationType:
     """Return the type in which a tensor is written."""
     if tensor.kind in ("I64", Q4_0):
         return GGMLQuantizationType[tensor.kind]
@@ -124,7 +128,7 @@ def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationTy
     return kind
 
 
-def q4_0_tensor(weight: Tensor) -> Stored | None:
+def q4_0_tensor(weight: Tensor) -> StoredTensor | None:
     """Return a matrix in 4 bits, quantized as a drafter is when it is loaded; None if Q4_0 cannot hold that exactly.
 
     A drafter that was trained for these values has the same ones again when it is loaded from the file.
@@ -133,7 +137,7 @@ def q4_0_tensor(weight: Tensor) -> Stored | None:
         return None
     quantized = quantize_weight(weight, 4, best_group(weight.size(1)), shares=QUICK)
     exact = isinstance(quantized.scale, Tensor) and quantized.scale.dtype == torch.float16
-    return Stored(tuple(weight.shape), Q4_0, lambda: quantized) if exact else None
+    return StoredTensor(tuple(weight.shape), Q4_0, lambda: quantized) if exact else None
 
 
 def _q4_0_blocks(weight: QuantizedWeight) -> np.ndarray[Any, Any]:
@@ -144,7 +148,7 @@ def _q4_0_blocks(weight: QuantizedWeight) -> np.ndarray[Any, Any]:
     return torch.cat([scale, low | high << 4], dim=-1).flatten(1).numpy()
 
 
-def _rounded(name: str, tensor: Stored, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+def _rounded(name: str, tensor: StoredTensor, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
     if tensor.kind == Q4_0:
         quantized = tensor.read()
         assert isinstance(quantized, QuantizedWeight)

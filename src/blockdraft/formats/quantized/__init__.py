@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockdraft.formats.quantized.base import NotRead, check
-from blockdraft.formats.stored import FEW_BITS, FLOATS, Stored
+from blockdraft.formats.stored import FEW_BITS, FLOATS, StoredTensor
 from blockdraft.plugins import plugins
 
 
-def read_quantized(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def read_quantized(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a quantized checkpoint under their names in an unquantized one.
 
     Args:
@@ -28,7 +28,7 @@ def read_quantized(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dic
         method.replace("-", "_") in known,
         f"it is quantized by {method}, which is none of {', '.join(name.replace('_', '-') for name in known)}",
     )
-    weights: dict[str, Stored] = {**tensors, **known[method.replace("-", "_")].weights(raw, tensors)}
+    weights: dict[str, StoredTensor] = {**tensors, **known[method.replace("-", "_")].weights(raw, tensors)}
     for name, tensor in weights.items():
         fits = not name.endswith(".weight") or tensor.kind in {*FLOATS, FEW_BITS}
         check(fits, f"{name} is of {tensor.kind}, and its scales are missing")

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from blockdraft.formats.quantized.base import check, check_groups, few_bits, lazily, modules, part_of, unpacked
-from blockdraft.formats.stored import FLOATS, Stored
+from blockdraft.formats.stored import FLOATS, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in a word, from the lowest bits upward
 
 
-def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     bits, version = raw.get("bits", raw.get("w_bit")), str(raw.get("version") or "gemm").lower()
     check(bits == BITS, f"its AWQ weights have {bits} bits; 4 are read")
     check(version == "gemm", f"its AWQ weights lie as {version}; gemm is read")
@@ -39,7 +39,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
     return dense
 
 
-def _read(weight: Stored, scale: Stored, zeros: Stored) -> QuantizedWeight:
+def _read(weight: StoredTensor, scale: StoredTensor, zeros: StoredTensor) -> QuantizedWeight:
     return few_bits(_values(weight.tensor()), _values(zeros.tensor()), scale.tensor().T, BITS)
 
 

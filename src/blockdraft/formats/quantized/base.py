@@ -8,18 +8,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.formats.stored import FEW_BITS, Stored
-from blockdraft.nn.quantization import LEAST_GROUP, MOST_GROUP, QuantizedWeight, narrow
+from blockdraft.formats.stored import FEW_BITS, StoredTensor
+from blockdraft.nn.quantization import MAX_GROUP, MIN_GROUP, QuantizedWeight, narrow
 
 
 class NotRead(ValueError):
     """A quantized checkpoint is not supported; the message is the reason, to follow "because"."""
 
 
-class Layout(Protocol):
+class QuantizedLayout(Protocol):
     """Layout of a quantized checkpoint; each file of this package is one."""
 
-    def weights(self, raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    def weights(self, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the quantized weights under their names in an unquantized checkpoint, read when needed.
 
         Arguments and errors are those of `read_quantized`.
@@ -38,7 +38,9 @@ def modules(tensors: Iterable[str], part: str) -> list[str]:
     return names
 
 
-def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shape: tuple[int, ...]) -> Stored:
+def part_of(
+    tensors: Mapping[str, StoredTensor], name: str, kinds: Iterable[str], shape: tuple[int, ...]
+) -> StoredTensor:
     """Return a tensor of the checkpoint. Raise `NotRead` if it is missing or has another dtype or shape."""
     check(name in tensors, f"its checkpoint lacks {name}")
     tensor = tensors[name]
@@ -49,17 +51,17 @@ def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shap
 
 def check_groups(name: str, inputs: int, groups: int) -> None:
     """Raise `NotRead` unless this number of inputs can have this number of groups."""
-    fits = groups > 0 and inputs % groups == 0 and inputs // groups % LEAST_GROUP == 0
-    fits = fits and inputs // groups <= MOST_GROUP
+    fits = groups > 0 and inputs % groups == 0 and inputs // groups % MIN_GROUP == 0
+    fits = fits and inputs // groups <= MAX_GROUP
     least = f"groups of {inputs // groups}" if groups and inputs % groups == 0 else f"{groups} groups"
     check(
         fits,
-        f"{name} has {least} in rows of {inputs}; groups must divide them and be a multiple of {LEAST_GROUP} up to "
-        f"{MOST_GROUP}",
+        f"{name} has {least} in rows of {inputs}; groups must divide them and be a multiple of {MIN_GROUP} up to "
+        f"{MAX_GROUP}",
     )
 
 
-def check_order(name: str, tensors: Mapping[str, Stored], inputs: int, groups: int) -> None:
+def check_order(name: str, tensors: Mapping[str, StoredTensor], inputs: int, groups: int) -> None:
     """Raise `NotRead` if a tensor assigns inputs to groups in another order than theirs."""
     if name in tensors:
         expected = torch.arange(inputs) // (inputs // groups)
@@ -102,5 +104,5 @@ def few_bits(values: Tensor, zeros: Tensor | None, scale: Tensor, bits: int) -> 
     return QuantizedWeight(codes.contiguous(), scale, offset.contiguous(), bits)
 
 
-def lazily(shape: tuple[int, int], read: Any) -> Stored:
-    return Stored(shape, FEW_BITS, read)
+def lazily(shape: tuple[int, int], read: Any) -> StoredTensor:
+    return StoredTensor(shape, FEW_BITS, read)

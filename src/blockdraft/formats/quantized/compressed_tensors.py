@@ -24,14 +24,14 @@ from blockdraft.formats.quantized.base import (
     part_of,
     unpacked,
 )
-from blockdraft.formats.stored import FLOATS, Stored
+from blockdraft.formats.stored import FLOATS, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 
 PACKED, WHOLE = "pack-quantized", "int-quantized"
 STRATEGIES = ("group", "channel", "tensor")
 
 
-def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     _check_config(raw)
     dense = {}
     for name, tensor in tensors.items():
@@ -72,7 +72,7 @@ def _check_config(raw: Mapping[str, Any]) -> None:
         check(free, f"its inputs are quantized with static scales ({name}); only dynamic int8 is supported")
 
 
-def _packed(module: str, tensors: Mapping[str, Stored]) -> Stored:
+def _packed(module: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
     shape = part_of(tensors, f"{module}.weight_shape", ["I64", "I32"], (2,)).tensor().tolist()
     outputs, inputs = int(shape[0]), int(shape[1])
     words = (*tensors[f"{module}.weight_packed"].shape, 0, 0)[1]
@@ -94,7 +94,7 @@ def _packed(module: str, tensors: Mapping[str, Stored]) -> Stored:
     return lazily((outputs, inputs), read)
 
 
-def _whole(module: str, tensors: Mapping[str, Stored]) -> Stored:
+def _whole(module: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
     outputs, inputs = (*tensors[f"{module}.weight"].shape, 0, 0)[:2]
     weight = part_of(tensors, f"{module}.weight", ["I8"], (outputs, inputs))
     scale, groups = _scale(module, tensors, outputs, inputs)
@@ -111,7 +111,7 @@ def _whole(module: str, tensors: Mapping[str, Stored]) -> Stored:
     return lazily((outputs, inputs), read)
 
 
-def _scale(module: str, tensors: Mapping[str, Stored], outputs: int, inputs: int) -> tuple[Stored, int]:
+def _scale(module: str, tensors: Mapping[str, StoredTensor], outputs: int, inputs: int) -> tuple[StoredTensor, int]:
     """Return the scales and the number of groups of inputs."""
     name = f"{module}.weight_scale"
     shape = tensors[name].shape if name in tensors else ()
@@ -122,7 +122,7 @@ def _scale(module: str, tensors: Mapping[str, Stored], outputs: int, inputs: int
     return scale, groups
 
 
-def _spread(factors: Stored, outputs: int) -> Tensor:
+def _spread(factors: StoredTensor, outputs: int) -> Tensor:
     """Expand factors to `[out, groups]`, if all outputs share one."""
     values = factors.tensor()
     return values if values.ndim == 2 else values.reshape(1, 1).expand(outputs, 1)

@@ -21,13 +21,13 @@ from blockdraft.formats.quantized.base import (
     part_of,
     unpacked,
 )
-from blockdraft.formats.stored import FLOATS, Stored
+from blockdraft.formats.stored import FLOATS, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 
 LESS_ONE = {"gptq": 1, "gptq_v2": 0}  # subtracted from stored zeros, by `checkpoint_format`
 
 
-def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     bits, layout = raw.get("bits"), str(raw.get("checkpoint_format") or "gptq")
     if not isinstance(bits, int) or bits not in (4, 8):
         raise NotRead(f"its GPTQ weights have {bits} bits; 4 and 8 are read")
@@ -49,7 +49,9 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
     return dense
 
 
-def _read(module: str, weight: Stored, scale: Stored, zeros: Stored, bits: int, less: int) -> QuantizedWeight:
+def _read(
+    module: str, weight: StoredTensor, scale: StoredTensor, zeros: StoredTensor, bits: int, less: int
+) -> QuantizedWeight:
     zero = unpacked(zeros.tensor(), bits).int() + less
     check(
         int(zero.max()) < 1 << bits,

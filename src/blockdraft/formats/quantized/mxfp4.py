@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from blockdraft.formats.quantized.base import check, lazily, modules, part_of
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight, narrow
 
 GROUP = 32
@@ -21,7 +21,7 @@ HALVED = 128  # subtracted from exponents: those are of the numbers of E2M1, and
 PARTS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}}
 
 
-def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the weights of experts one by one, such as `experts.3.gate_proj.weight`."""
     dense = {}
     for module in modules((name.replace("_blocks", ".blocks") for name in tensors), "blocks"):
@@ -38,7 +38,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
     return dense
 
 
-def _read(blocks: Stored, scales: Stored, expert: int, outputs: slice) -> QuantizedWeight:
+def _read(blocks: StoredTensor, scales: StoredTensor, expert: int, outputs: slice) -> QuantizedWeight:
     octets, exponents = blocks.tensor()[expert, outputs], scales.tensor()[expert, outputs]
     codes = torch.stack([octets & 15, octets >> 4], -1).flatten(1)
     scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - HALVED)

@@ -17,7 +17,7 @@ import torch
 
 from blockdraft.kernels.cpu import prebuilt
 from blockdraft.kernels.cpu.library import Library
-from blockdraft.kernels.cpu.sources import MOST_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
+from blockdraft.kernels.cpu.sources import MAX_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
 from blockdraft.machine import cache_folder, processor
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Build:
         weights: torch.dtype,
         inputs: torch.dtype,
         store: torch.dtype,
-        lanes: int = MOST_LANES,
+        lanes: int = MAX_LANES,
         integers: bool = False,
     ) -> None:
         self.reason: str | None = None
@@ -133,7 +133,7 @@ def _log_compiling() -> None:
 def build(
     weights: torch.dtype,
     store: torch.dtype,
-    head_dim: int = MOST_LANES,
+    head_dim: int = MAX_LANES,
     integers: bool = False,
     inputs: torch.dtype = torch.float32,
 ) -> Build:
@@ -145,7 +145,7 @@ def build(
     """
     assert head_dim % 4 == 0, head_dim
     narrow = inputs == torch.bfloat16  # target and drafter share a library, even if only the drafter is quantized
-    return begun(weights, inputs, store, gcd(head_dim, MOST_LANES), integers or narrow)
+    return begun(weights, inputs, store, gcd(head_dim, MAX_LANES), integers or narrow)
 
 
 @cache

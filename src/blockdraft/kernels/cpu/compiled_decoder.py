@@ -34,10 +34,10 @@ from blockdraft.nn.decoder_config import DecoderConfig, Rope
 from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
-MOST_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
-MOST_CHOSEN = 1024  # experts that a token uses
-MOST_SHAPES = 2  # of heads
-MOST_KEY = 256  # numbers of the longest key of a delta net
+MAX_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
+MAX_CHOSEN = 1024  # experts that a token uses
+MAX_SHAPES = 2  # of heads
+MAX_KEY = 256  # numbers of the longest key of a delta net
 FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the sequences
 EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
@@ -46,22 +46,22 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     """Return why a decoder has no compiled forward pass, or None if it has one."""
     if config.activation not in ("silu", "gelu_pytorch_tanh"):
         return f"it does not know the activation {config.activation}"
-    if config.delta_net is not None and config.delta_net.key_dim > MOST_KEY:
-        return f"keys of its delta nets have more than {MOST_KEY} numbers"
-    if len(config.memories) > MOST_SHAPES:
-        return f"it does not know heads of more than {MOST_SHAPES} shapes"
+    if config.delta_net is not None and config.delta_net.key_dim > MAX_KEY:
+        return f"keys of its delta nets have more than {MAX_KEY} numbers"
+    if len(config.memories) > MAX_SHAPES:
+        return f"it does not know heads of more than {MAX_SHAPES} shapes"
     if config.layer_input_size and config.layer_input_vocab < config.vocab_size:
         return "some tokens have no embeddings of its layers"
-    if config.experts is not None and config.experts.chosen > MOST_CHOSEN:
-        return f"each token uses more than {MOST_CHOSEN} experts"
+    if config.experts is not None and config.experts.chosen > MAX_CHOSEN:
+        return f"each token uses more than {MAX_CHOSEN} experts"
     return why_not_packed(config, dtype, device)
 
 
 def why_not_packed(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why a decoder has no compiled matrix products, or None if it has them."""
     experts = config.experts
-    if experts is not None and (config.hidden_size % MOST_LANES or 2 * experts.intermediate_size % MOST_LANES):
-        return f"sizes of its experts are no multiples of {MOST_LANES}"
+    if experts is not None and (config.hidden_size % MAX_LANES or 2 * experts.intermediate_size % MAX_LANES):
+        return f"sizes of its experts are no multiples of {MAX_LANES}"
     return why_not_compiled(dtype, device, config.head_divisor)
 
 

@@ -15,7 +15,7 @@ from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, pack_weights
-from blockdraft.nn.quantization import LEAST_GROUP, PIECE, QuantizedWeight, best_group
+from blockdraft.nn.quantization import MIN_GROUP, PIECE, QuantizedWeight, best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 
 
@@ -64,7 +64,7 @@ class CompiledHost(DraftHost):
         target = self.decoder.library
         store = torch.int8 if target.store_dtype == torch.int8 else self.dtype
         inputs = {module.in_features for module in network.modules() if isinstance(module, nn.Linear)}
-        fits = all(size % LEAST_GROUP == 0 for size in inputs) and head_dim % target.lanes == 0
+        fits = all(size % MIN_GROUP == 0 for size in inputs) and head_dim % target.lanes == 0
         if self.bits is not None and fits and target.store_dtype == store:
             return target, self.bits
         halved = self.dtype == torch.float32 and all(fits_bfloat16(weight) for weight in weights if weight.ndim == 2)

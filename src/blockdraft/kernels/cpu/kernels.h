@@ -14,15 +14,15 @@ typedef int64_t i64;
 #define MOST_THREADS 4096
 #include "pool.h"
 
-#if defined(__AVX512F__) && MOST_LANES >= 16
+#if defined(__AVX512F__) && MAX_LANES >= 16
 #define LANES 16
-#elif defined(__AVX__) && MOST_LANES >= 8
+#elif defined(__AVX__) && MAX_LANES >= 8
 #define LANES 8
 #else
 #define LANES 4
 #endif
 /* Macros of the command line. WEIGHT: type of the floating-point weights. NARROW: 1 to round their inputs to bfloat16; the
-   weights must then be bfloat16. STORE: type of keys and values. MOST_LANES: maximum vector width. INTEGERS: 1 to accept
+   weights must then be bfloat16. STORE: type of keys and values. MAX_LANES: maximum vector width. INTEGERS: 1 to accept
    quantized weights as well, which takes longer to compile. PARALLEL: defined where threads can be started. */
 #define INLINE static inline __attribute__((always_inline))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.kernels.cpu.library import Library
-from blockdraft.kernels.cpu.sources import MOST_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
+from blockdraft.kernels.cpu.sources import MAX_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
 from blockdraft.machine import processor_flags
 
 FOLDER = Path(__file__).with_name("libraries")  # only in wheels
@@ -26,7 +26,7 @@ DTYPES = (  # of weights, inputs and store; head sizes are multiples of 16, weig
 
 
 @dataclass(frozen=True)
-class Level:
+class ProcessorLevel:
     """Processor level.
 
     Attributes:
@@ -50,22 +50,22 @@ ARMV8 = frozenset({"asimd", "fp"})
 ARMV82 = ARMV8 | {"asimdrdm", "atomics", "crc32", "dcpop"}
 LEVELS = {  # by `platform.machine()`, the best first
     "x86_64": (
-        Level("x86-64-v4-amx", ("-march=x86-64-v4", *BF16, "-mamx-tile", "-mamx-bf16"), V4 | AMX),
-        Level("x86-64-v4-bf16", ("-march=x86-64-v4", *BF16, "-msse4a"), V4 | ZEN4),
-        Level("x86-64-v4-vnni", ("-march=x86-64-v4", *VNNI), V4 | {"avx512_vnni"}),
-        Level("x86-64-v4", ("-march=x86-64-v4",), V4),
-        Level("x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), V3 | {"avx_vnni"}),
-        Level("x86-64-v3", ("-march=x86-64-v3",), V3),
+        ProcessorLevel("x86-64-v4-amx", ("-march=x86-64-v4", *BF16, "-mamx-tile", "-mamx-bf16"), V4 | AMX),
+        ProcessorLevel("x86-64-v4-bf16", ("-march=x86-64-v4", *BF16, "-msse4a"), V4 | ZEN4),
+        ProcessorLevel("x86-64-v4-vnni", ("-march=x86-64-v4", *VNNI), V4 | {"avx512_vnni"}),
+        ProcessorLevel("x86-64-v4", ("-march=x86-64-v4",), V4),
+        ProcessorLevel("x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), V3 | {"avx_vnni"}),
+        ProcessorLevel("x86-64-v3", ("-march=x86-64-v3",), V3),
     ),
     "aarch64": (
-        Level("armv8.2-i8mm", ("-march=armv8.2-a+dotprod+i8mm",), ARMV82 | {"asimddp", "i8mm"}),
-        Level("armv8.2-dotprod", ("-march=armv8.2-a+dotprod",), ARMV82 | {"asimddp"}),
-        Level("armv8", ("-march=armv8-a",), ARMV8),
+        ProcessorLevel("armv8.2-i8mm", ("-march=armv8.2-a+dotprod+i8mm",), ARMV82 | {"asimddp", "i8mm"}),
+        ProcessorLevel("armv8.2-dotprod", ("-march=armv8.2-a+dotprod",), ARMV82 | {"asimddp"}),
+        ProcessorLevel("armv8", ("-march=armv8-a",), ARMV8),
     ),
 }
 
 
-def runs(machine: str, flags: Collection[str]) -> list[Level]:
+def runs(machine: str, flags: Collection[str]) -> list[ProcessorLevel]:
     """Return the levels that a processor supports, the best first.
 
     Args:
@@ -93,7 +93,7 @@ def make(compiler: str, folder: Path) -> None:
     folder.mkdir(parents=True)
     for level in LEVELS[platform.machine()]:
         for dtypes in DTYPES:
-            given = defines(*dtypes, MOST_LANES, True)
+            given = defines(*dtypes, MAX_LANES, True)
             out = folder / "partial"
             subprocess.run(
                 command(compiler, out, "-s", "-DPORTABLE", *level.options, *VECTORS, *PARALLEL, *given), check=True
@@ -101,5 +101,5 @@ def make(compiler: str, folder: Path) -> None:
             keep(out, _name(level, given))
 
 
-def _name(level: Level, given: list[str]) -> str:
+def _name(level: ProcessorLevel, given: list[str]) -> str:
     return f"{level.name}-{name_of(level.options, VECTORS, PARALLEL, given)}"

@@ -69,7 +69,7 @@ class StateShape:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class StateCheckpoint:
     """States of a sequence after some of its tokens, which nobody changes.
 
     Attributes:
@@ -137,7 +137,7 @@ class CompiledRecurrentCache(KVCache):
         self.shape = shape
         self._rows: dict[int, RowStates] = {}  # by first slot; no entry without forward passes
         # By first slot and number of tokens, the least recently used first. Several sequences may have the same.
-        self._checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()
+        self._checkpoints: OrderedDict[tuple[int, int], StateCheckpoint] = OrderedDict()
 
     def close(self, start: int) -> None:
         super().close(start)
@@ -192,13 +192,13 @@ class CompiledRecurrentCache(KVCache):
         super().load(start, tokens, {name: t for name, t in tensors.items() if not name.startswith(PARTS)})
         assert self._lengths[start] == len(tokens), "a recurrent state cannot be truncated"
         past = states.get("past", torch.empty(0))
-        self._adopt(start, Checkpoint(states["state"], states["window"], past, len(past) // self.shape.trail))
+        self._adopt(start, StateCheckpoint(states["state"], states["window"], past, len(past) // self.shape.trail))
 
     def _lengths_kept(self, start: int) -> list[int]:
         """Return the numbers of tokens after which there are checkpoints of a sequence, in order."""
         return sorted(count for own, count in self._checkpoints if own == start)
 
-    def _checkpoint_at(self, start: int, length: int) -> Checkpoint:
+    def _checkpoint_at(self, start: int, length: int) -> StateCheckpoint:
         """Return the checkpoint of a sequence after this many tokens, or one that shares the state of the sequence."""
         checkpoint = self._checkpoints.get((start, length))
         if checkpoint is not None:
@@ -207,12 +207,12 @@ class CompiledRecurrentCache(KVCache):
         assert start in self._rows and length == self._lengths[start], f"no state after {length} tokens"
         return self._shared(self._rows[start])
 
-    def _shared(self, row: RowStates) -> Checkpoint:
+    def _shared(self, row: RowStates) -> StateCheckpoint:
         row.shared = True
         nodes = [row.past[node * self.shape.trail : (node + 1) * self.shape.trail] for node in row.path]
-        return Checkpoint(row.state, row.window, torch.cat(nodes) if nodes else torch.empty(0), len(nodes))
+        return StateCheckpoint(row.state, row.window, torch.cat(nodes) if nodes else torch.empty(0), len(nodes))
 
-    def _adopt(self, start: int, checkpoint: Checkpoint) -> None:
+    def _adopt(self, start: int, checkpoint: StateCheckpoint) -> None:
         """Let an empty sequence go on from a checkpoint."""
         path = array("q", range(checkpoint.count))
         state, window, past = checkpoint.state, checkpoint.window, checkpoint.past

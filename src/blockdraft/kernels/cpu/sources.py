@@ -27,7 +27,7 @@ INCLUDED = tuple(SOURCE.with_name(name) for name in HEADERS)
 FLAGS = ("-O2", "-ffp-contract=off", "-shared", "-fPIC")
 PARALLEL = ("-pthread", "-DPARALLEL")
 VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # for gcc; clang vectorises these loops anyway
-MOST_LANES = 16  # numbers of the widest vector
+MAX_LANES = 16  # numbers of the widest vector
 
 
 def defines(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> list[str]:
@@ -35,7 +35,7 @@ def defines(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes
     narrow = inputs == torch.bfloat16
     assert not narrow or weights == inputs, weights
     numbers = {"WEIGHT": KINDS[weights], "NARROW": int(narrow), "STORE": STORES[store]}
-    numbers |= {"MOST_LANES": lanes, "INTEGERS": int(integers)}
+    numbers |= {"MAX_LANES": lanes, "INTEGERS": int(integers)}
     return [f"-D{name}={number}" for name, number in numbers.items()]
 
 

@@ -33,7 +33,7 @@ from blockdraft.nn.quantization import InterleavedWeight
 LAYOUT = 4  # version of these files; raise it when code outside of `MAKERS` changes their numbers
 MAKERS = ("nn", "formats", "kernels/cpu", "targets")  # folders with the code that decides the numbers
 SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 disables the cache
-LEAST_BYTES = 64 << 20  # smallest checkpoint to cache; smaller ones are packed quickly
+MIN_BYTES = 64 << 20  # smallest checkpoint to cache; smaller ones are packed quickly
 LOG_SECONDS = 10  # between reports of progress
 ALIGNMENT = 64  # bytes
 PIECES, PIECE_BYTES = 64, 64  # samples to compare of each matrix, and of each file of a checkpoint
@@ -60,7 +60,7 @@ class Origin:
 
     def is_worth_it(self) -> bool:
         """Return whether to cache the weights."""
-        return os.environ.get(SWITCH) != "0" and sum(file.stat().st_size for file in self.files) >= LEAST_BYTES
+        return os.environ.get(SWITCH) != "0" and sum(file.stat().st_size for file in self.files) >= MIN_BYTES
 
     def path(self, kernels: Kernels) -> Path:
         """Return the path of the cached file, one for each checkpoint and set of options.

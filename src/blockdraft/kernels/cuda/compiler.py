@@ -17,8 +17,8 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.nn.decoder_layer import RunLayer
 
-MOST_SHAPES = 64  # versions of a function that torch.compile keeps
-MOST_WORDS = 40  # of an error message of torch.compile that are shown
+MAX_SHAPES = 64  # versions of a function that torch.compile keeps
+MAX_WORDS = 40  # of an error message of torch.compile that are shown
 SEVERAL = 3, 5  # sequences and nodes to compile for, where there may be any number from two on
 COMPILING = threading.Lock()  # held by a thread that compiles, and during a capture, which work of others would break
 
@@ -37,7 +37,7 @@ def compiled(function: Function, dynamic: Mapping[int, Sequence[int]]) -> Functi
     def call(*args: Any) -> Any:
         from torch import _dynamo  # takes seconds to import
 
-        _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MOST_SHAPES)
+        _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MAX_SHAPES)
         for position, dimensions in dynamic.items():
             for dimension in dimensions:
                 if args[position].size(dimension) > 1:
@@ -133,7 +133,7 @@ class Compiler:
                     self._stream.synchronize()
                 self._done.add(key)
             except Exception as error:  # of any kind: torch.compile runs compilers, whose errors have many classes
-                reason = f"torch.compile failed: {' '.join(str(error).split()[:MOST_WORDS])}"
+                reason = f"torch.compile failed: {' '.join(str(error).split()[:MAX_WORDS])}"
                 if not self.in_background:
                     self._begun.discard(key)
                     raise UsageError(f"{reason}. Use compile auto or off (--compile off).") from error

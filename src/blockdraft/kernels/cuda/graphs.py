@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.kernels.cuda.compiler import COMPILING, MOST_WORDS, SEVERAL, Compiler, compiled_layers
+from blockdraft.kernels.cuda.compiler import COMPILING, MAX_WORDS, SEVERAL, Compiler, compiled_layers
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
@@ -29,16 +29,16 @@ from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.draft_network import DraftHost
 
-MOST_NODES = 320  # nodes of the largest captured forward pass, padding included
-MOST_GRAPHS = 32  # graphs per owner; each keeps its results in memory
+MAX_NODES = 320  # nodes of the largest captured forward pass, padding included
+MAX_GRAPHS = 32  # graphs per owner; each keeps its results in memory
 WARM_UPS = 2  # calls before a capture
 WORTH_CALLS = 3  # calls with one key, from which on a capture in the background of other work pays
-MOST_CALLS = 1024  # keys whose calls are counted
+MAX_CALLS = 1024  # keys whose calls are counted
 
 Call: TypeAlias = Callable[..., list[Tensor]]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Maker of graphs."""
 
     def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
@@ -49,7 +49,7 @@ class Recorder(Protocol):
 class CapturedHost(DraftHost):
     """What a captured draft network borrows from its target: its recorder and its compiler, too."""
 
-    recorder: Recorder
+    recorder: GraphRecorder
     compiler: Compiler | None
 
 
@@ -109,7 +109,7 @@ class Graphs:
             never: only what is called for the third time is captured, and if that fails, nothing is any more.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device, compiler: Compiler | None = None) -> None:
+    def __init__(self, recorder: GraphRecorder, device: torch.device, compiler: Compiler | None = None) -> None:
         self._recorder, self._device, self._compiler = recorder, device, compiler
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._calls = Counter[Hashable]()
@@ -146,7 +146,7 @@ class Graphs:
             if graph is None:
                 return None
             self._graphs[key] = graph
-            if len(self._graphs) > MOST_GRAPHS:
+            if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         else:
             _fill(graph.inputs, inputs)
@@ -164,7 +164,7 @@ class Graphs:
         if not self._compiler.in_background:
             return self._captured(call, inputs)
         self._calls[key] += 1
-        if len(self._calls) > MOST_CALLS:
+        if len(self._calls) > MAX_CALLS:
             self._calls.clear()
         if self._calls[key] < WORTH_CALLS:
             return None
@@ -182,7 +182,7 @@ class Graphs:
             results, replay = self._recorder.capture(lambda: call(*own))
             return Graph(inputs=own, results=results, replay=replay)
         except Exception as error:  # of any kind, such as those of torch.compile
-            reason = " ".join(str(error).split()[:MOST_WORDS])
+            reason = " ".join(str(error).split()[:MAX_WORDS])
             raise UsageError(
                 f"A CUDA graph could not be captured: {reason}. Use compile off (--compile off)."
             ) from error
@@ -194,7 +194,7 @@ def _fill(own: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         into.copy_(send(given, into.device))
 
 
-MOST_PADDING = max(bucket(count) - count for count in range(1, MOST_NODES + 1))
+MAX_PADDING = max(bucket(count) - count for count in range(1, MAX_NODES + 1))
 
 
 def room(capacity: int) -> int:
@@ -203,7 +203,7 @@ def room(capacity: int) -> int:
     They are rounded up, so that requests of similar lengths have memories of one layout. One more is never used, so
     that no graph reads a contiguous memory, for which torch.compile would compile again.
     """
-    return slot_bucket(capacity + MOST_PADDING) + 1
+    return slot_bucket(capacity + MAX_PADDING) + 1
 
 
 def scratch(like: Tensor, batch: int, nodes: int) -> list[Tensor]:
@@ -236,7 +236,7 @@ class CapturedDecoder:
         compiler: Compiles what they hold. None leaves torch's operations as they are.
     """
 
-    def __init__(self, decoder: Decoder, recorder: Recorder, compiler: Compiler | None = None) -> None:
+    def __init__(self, decoder: Decoder, recorder: GraphRecorder, compiler: Compiler | None = None) -> None:
         self.recorder, self.compiler = recorder, compiler
         self._decoder = decoder
         self._compiled_layer = None if compiler is None else compiled_layers()
@@ -267,7 +267,7 @@ class CapturedDecoder:
         """
         decoder, (batch, count), padded = self._decoder, tokens.shape, depths.size(1)
         slots = slot_bucket(max(lengths) + padded)
-        assert padded <= MOST_NODES and slots <= store.size(3), (padded, slots, store.shape)
+        assert padded <= MAX_NODES and slots <= store.size(3), (padded, slots, store.shape)
 
         def score(store: Tensor, tokens: Tensor, starts: Tensor, depths: Tensor, within: Tensor) -> list[Tensor]:
             count, slots = tokens.size(1), store.size(3)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from blockdraft.nn.quantization import QuantizedWeight
 
-MOST_ROWS = 64  # rows of a product in one pass over the weight
+MAX_ROWS = 64  # rows of a product in one pass over the weight
 WIDENED = 4096  # output channels that are widened at a time, for more rows
-LEAST_TILE = 16  # the smallest size of a Triton product
+MIN_TILE = 16  # the smallest size of a Triton product
 COLUMNS, SPANNED = 32, 64  # outputs of a program, and bytes of each one's codes that it reads at a time
 
 
@@ -79,7 +79,7 @@ def multiply_codes(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | Non
     It is an operation of torch's, since torch.compile does not look into Triton's functions everywhere.
     """
     (rows, inputs), outputs = x.shape, len(codes)
-    if rows > MOST_ROWS:
+    if rows > MAX_ROWS:
         weight = PackedCodes(codes, scale, offset, bits)
         parts = (weight.channels(slice(first, first + WIDENED)) for first in range(0, outputs, WIDENED))
         return torch.cat([F.linear(x, part.dequantize().to(x.dtype)) for part in parts], dim=-1)
@@ -88,7 +88,7 @@ def multiply_codes(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | Non
         _multiply[(-(-outputs // COLUMNS),)](
             x, codes, scale, scale if offset is None else offset, out,
             rows, outputs, inputs, x.stride(0), BITS=bits, HAS_OFFSET=offset is not None,
-            GROUP=inputs // scale.size(1), ROWS=max(LEAST_TILE, 1 << (rows - 1).bit_length()),
+            GROUP=inputs // scale.size(1), ROWS=max(MIN_TILE, 1 << (rows - 1).bit_length()),
             COLUMNS=COLUMNS, SPANNED=SPANNED,
         )  # fmt: skip
     return out
@@ -169,4 +169,4 @@ def fits(weight: QuantizedWeight) -> bool:
     """Return whether the kernel multiplies by a weight."""
     groups, group = weight.scale.shape[1], weight.group
     even = weight.bits == 8 or groups % 2 == 0
-    return not weight.floating and even and group >= LEAST_TILE and group & (group - 1) == 0
+    return not weight.floating and even and group >= MIN_TILE and group & (group - 1) == 0

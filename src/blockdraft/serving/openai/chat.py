@@ -15,7 +15,7 @@ from blockdraft.engine.text import REPLACEMENT
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
 from blockdraft.serving.request import (
-    Chat,
+    ChatMessages,
     Event,
     Finished,
     GenerationRequest,
@@ -44,7 +44,7 @@ from blockdraft.serving.schemas import (
 )
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
-from blockdraft.types import MOST_LOGPROBS, TokenLogprob
+from blockdraft.types import MAX_LOGPROBS, TokenLogprob
 
 
 def router(service: Service) -> APIRouter:
@@ -211,7 +211,7 @@ class ChatRequest(GenerationSchema):
         None, description="llama.cpp's name of max_tokens; 0 only reads the prompt, as llama.vim asks, -1 is no limit."
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Listed[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
@@ -237,7 +237,7 @@ class ChatRequest(GenerationSchema):
             grammar = format_grammar("response_format", kind, schema)
         choice, tools = self._choose_tools()
         return GenerationRequest(
-            prompt=Chat(
+            prompt=ChatMessages(
                 messages=template_messages(self.messages),
                 tools=tools,
                 tool_choice=choice,

@@ -18,7 +18,7 @@ from blockdraft.serving.request import Event, Finished, GenerationRequest, Infil
 from blockdraft.serving.schemas import UNLIMITED, GenerationSchema, Int, Listed, TokenIds
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
-from blockdraft.types import MOST_LOGPROBS, TokenLogprob
+from blockdraft.types import MAX_LOGPROBS, TokenLogprob
 
 CONTEXT = 8  # tokens; no character has more, and decoders look no further back
 
@@ -45,7 +45,7 @@ class CompletionRequest(GenerationSchema):
 
     prompt: str | Listed[str] | TokenIds | Listed[TokenIds]
     max_tokens: Annotated[Annotated[Int, Field(ge=0, lt=2**31)] | None, UNLIMITED] = None
-    logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool = True
     suffix: str | None = Field(None, description="Text behind the completion; the prompt is the text before it.")

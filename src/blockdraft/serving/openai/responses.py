@@ -18,7 +18,7 @@ from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.metrics import draft_statistics
 from blockdraft.serving.request import (
-    Chat,
+    ChatMessages,
     Event,
     Finished,
     GenerationRequest,
@@ -382,7 +382,7 @@ class ResponsesRequest(GenerationSchema):
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         choice, tools = self._choose_tools()
         return GenerationRequest(
-            prompt=Chat(
+            prompt=ChatMessages(
                 messages=[*instructions, *messages],
                 tools=tuple(tool.template for tool in tools),
                 tool_choice=choice,

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.chat import ChatMessage, ChatTool, template_messages, template_tools
 from blockdraft.serving.prompts import encode_messages, encode_plain, tokenizer_of
-from blockdraft.serving.request import Chat
+from blockdraft.serving.request import ChatMessages
 from blockdraft.serving.schemas import Listed, Schema, TokenIds
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import until_disconnect
@@ -46,7 +46,7 @@ def router(service: Service) -> APIRouter:
             ids = encode_plain(target, body.prompt, body.add_special_tokens)
         else:
             messages, tools = template_messages(body.messages or []), template_tools(body.tools)
-            chat = Chat(
+            chat = ChatMessages(
                 messages,
                 tools,
                 template=body.chat_template_kwargs or {},

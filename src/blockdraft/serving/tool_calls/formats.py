@@ -51,7 +51,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-class Match(NamedTuple):
+class CallMatch(NamedTuple):
     """The start of a text: calls, or plain text.
 
     Attributes:
@@ -63,7 +63,7 @@ class Match(NamedTuple):
     calls: tuple[Call, ...] = ()
 
 
-class Format(Protocol):
+class ToolCallFormat(Protocol):
     """How a family of models writes tool calls.
 
     Attributes:
@@ -87,7 +87,7 @@ class Format(Protocol):
         """
         ...
 
-    def match(self, text: str, tools: Tools, final: bool) -> Match | None:
+    def match(self, text: str, tools: Tools, final: bool) -> CallMatch | None:
         """Return the start of a text, or None until enough text has come to decide. Later text changes no decision.
 
         The text starts at the index that `find` returned. If `final`, no more text comes, and a match is returned.
@@ -212,14 +212,14 @@ def _json_call(value: dict[str, Any], marked: bool) -> Call:
 
 def _end_of_calls(
     text: str, end: int, calls: tuple[Call, ...], final: bool, marker: str = TOOL_CALL_END
-) -> Match | None:
+) -> CallMatch | None:
     """Return calls that end at an index or, if it follows, behind a marker. Models write a brace too many before it."""
     rest = text[end:].lstrip("} \t\r\n")
     if rest.startswith(marker):
-        return Match(len(text) - len(rest) + len(marker), calls)
+        return CallMatch(len(text) - len(rest) + len(marker), calls)
     if marker.startswith(rest):
-        return Match(len(text), calls) if final else None
-    return Match(end, calls)  # some models forget the marker
+        return CallMatch(len(text), calls) if final else None
+    return CallMatch(end, calls)  # some models forget the marker
 
 
 CALL_HEAD = re.compile(rf'{TOOL_CALL}\s*\{{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
@@ -290,10 +290,10 @@ class Hermes:
     def find(self, text: str, at_line_start: bool) -> int:
         return find_marker(text, TOOL_CALL)
 
-    def match(self, text: str, tools: Tools, final: bool) -> Match | None:
+    def match(self, text: str, tools: Tools, final: bool) -> CallMatch | None:
         if not text.startswith(TOOL_CALL):
-            return None if TOOL_CALL.startswith(text) and not final else Match(1)
-        no_call = Match(len(TOOL_CALL))
+            return None if TOOL_CALL.startswith(text) and not final else CallMatch(1)
+        no_call = CallMatch(len(TOOL_CALL))
         try:
             decoded = _decode_object(text, len(text) - len(text[len(TOOL_CALL) :].lstrip()))
             if decoded is None:
@@ -335,9 +335,9 @@ class PlainJson:
                 return line.end()
         return len(text)
 
-    def match(self, text: str, tools: Tools, final: bool) -> Match | None:
+    def match(self, text: str, tools: Tools, final: bool) -> CallMatch | None:
         start = next(JSON_LINE.finditer(text)).end()
-        no_call = Match(min(start + 1, len(text)))
+        no_call = CallMatch(min(start + 1, len(text)))
         if (opening := _opening(text, start)) is None:
             return no_call if final else None
         index, closing = opening
@@ -419,9 +419,9 @@ class Qwen3Coder:
     def find(self, text: str, at_line_start: bool) -> int:
         return min(find_marker(text, TOOL_CALL), find_marker(text, FUNCTION))
 
-    def match(self, text: str, tools: Tools, final: bool) -> Match | None:
+    def match(self, text: str, tools: Tools, final: bool) -> CallMatch | None:
         marker = next((marker for marker in (TOOL_CALL, FUNCTION) if text.startswith(marker)), "<")
-        head, no_call = FUNCTION_HEAD.match(text), Match(len(marker))
+        head, no_call = FUNCTION_HEAD.match(text), CallMatch(len(marker))
         if head is None:
             return None if _may_become_head(text) and not final else no_call
         schema = tools.get(head[1], {})
@@ -436,7 +436,7 @@ class Qwen3Coder:
             )
             return None if incomplete and not final else no_call
         calls, index = (Call(head[1], _encode(values)),), index + len(FUNCTION_END)
-        return _end_of_calls(text, index, calls, final) if marker == TOOL_CALL else Match(index, calls)
+        return _end_of_calls(text, index, calls, final) if marker == TOOL_CALL else CallMatch(index, calls)
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         schema = object_schema(schema)
@@ -498,7 +498,7 @@ def _bare_text(value: Any) -> str:
 
 
 # Models also write calls in formats that their templates do not ask for, so outputs are searched for all of them.
-FORMATS: tuple[Format, ...] = (Hermes(), Qwen3Coder(), PlainJson("parameters", "; "))
+FORMATS: tuple[ToolCallFormat, ...] = (Hermes(), Qwen3Coder(), PlainJson("parameters", "; "))
 THINK, THINK_END = "<think>", "</think>"
 
 
@@ -510,7 +510,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(template)
 
 
-def format_of(tokenizer: PreTrainedTokenizerBase) -> Format:
+def format_of(tokenizer: PreTrainedTokenizerBase) -> ToolCallFormat:
     """Return the format in which the template asks for tool calls. One that is unknown is taken for plain JSON.
 
     Raises:

@@ -11,7 +11,7 @@ from blockdraft.chat_text import HARMONY, harmony_ids
 from blockdraft.engine.grammar import JSON_STYLE, checked_schema, compile_schema, relax
 from blockdraft.errors import UsageError
 from blockdraft.serving.json_schemas import Schema, tool_schemas
-from blockdraft.serving.request import Chat
+from blockdraft.serving.request import ChatMessages
 from blockdraft.serving.tool_calls.formats import (
     THINK,
     THINK_END,
@@ -30,7 +30,7 @@ from blockdraft.types import Grammar
 
 def grammar_of(
     tokenizer: PreTrainedTokenizerBase,
-    chat: Chat,
+    chat: ChatMessages,
     prompt_text: str = "",
     content: Grammar | None = None,
     dropped: list[str] | None = None,

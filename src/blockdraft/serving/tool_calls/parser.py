@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import harmony_ids
 from blockdraft.serving.json_schemas import Tools, tool_schemas
-from blockdraft.serving.request import Chat, TextDelta, ToolCall, ToolCallDelta
+from blockdraft.serving.request import ChatMessages, TextDelta, ToolCall, ToolCallDelta
 from blockdraft.serving.tool_calls.formats import (
     FORMATS,
     THINK,
     THINK_END,
-    Format,
+    ToolCallFormat,
     allows_parallel_calls,
     begun_call,
     find_marker,
@@ -30,7 +30,7 @@ Part: TypeAlias = "TextDelta | ToolCallDelta | ToolCall"
 
 
 def parser_of(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt_text: str = "", json_content: bool = False
+    tokenizer: PreTrainedTokenizerBase, chat: ChatMessages, prompt_text: str = "", json_content: bool = False
 ) -> OutputParser | HarmonyParser:
     """Return the parser for the output of one choice.
 
@@ -43,7 +43,7 @@ def parser_of(
     Raises:
         UsageError: The template takes no tools, or a tool is malformed.
     """
-    tools, formats = tool_schemas(chat.tools), tuple[Format, ...]()
+    tools, formats = tool_schemas(chat.tools), tuple[ToolCallFormat, ...]()
     if tools and chat.tool_choice.mode != "none":
         own = format_of(tokenizer)
         formats = tuple(form for form in FORMATS if form.marked or not (own.marked and json_content))
@@ -75,7 +75,7 @@ class OutputParser:
     """
 
     def __init__(
-        self, formats: Sequence[Format], tools: Tools, may_reason: bool, reasoning: bool, parallel: bool = True
+        self, formats: Sequence[ToolCallFormat], tools: Tools, may_reason: bool, reasoning: bool, parallel: bool = True
     ) -> None:
         self._formats, self._tools, self._parallel = formats, tools, parallel
         self._stage = "reasoning" if reasoning else "start" if may_reason else "output"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, bytes_held, dense, open_gguf, usual_block
-from blockdraft.formats.stored import FEW_BITS, Stored
+from blockdraft.formats.stored import FEW_BITS, StoredTensor
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
 from blockdraft.kernels.cpu.library import Library
@@ -35,7 +35,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
-from blockdraft.targets.native_files import Checkpoint, make_decoder, packing
+from blockdraft.targets.native_files import NativeCheckpoint, make_decoder, packing
 from blockdraft.targets.weights import READ, OpenCheckpoint
 from blockdraft.types import LoadOptions
 
@@ -47,7 +47,7 @@ MUCH_MORE = GIB  # bytes in memory beyond those in the file that cause a warning
 log = logging.getLogger(__name__)
 
 
-def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
+def read_gguf(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
     """Read a decoder from a GGUF file.
 
     Quantized matrices are kept on a CPU, and on an NVIDIA GPU with Triton, where factors are rounded to float16.
@@ -107,7 +107,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
             decoder = Decoder(wanted, read, fusing_on_gpu(read, device, dtype))
         else:
             decoder = make_decoder(wanted, read, library, origin, not fits, make)
-    return Checkpoint(
+    return NativeCheckpoint(
         decoder=decoder,
         config=config,
         tokenizer=tokenizer,
@@ -273,7 +273,7 @@ def open_gguf_checkpoint(
     for name, tensor in weights.tensors.items():
         less = wanted.norm_plus_one and name.endswith("norm.weight")
         read = partial(_minus_one, weights, name) if less else partial(weights.read, name)
-        tensors[name] = Stored(tensor.shape, tensor.kind if tensor.kind in FLOATS else FEW_BITS, read)
+        tensors[name] = StoredTensor(tensor.shape, tensor.kind if tensor.kind in FLOATS else FEW_BITS, read)
     with tempfile.TemporaryDirectory() as folder:
         with loading(path):
             tokenizer.save_pretrained(folder)

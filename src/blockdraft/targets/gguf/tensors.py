@@ -18,7 +18,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held, dense, read_values
 from blockdraft.formats.gguf.blocks import empty_interleaved
 from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired, rope_factors
-from blockdraft.formats.stored import Stored, stored
+from blockdraft.formats.stored import StoredTensor, stored
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.decoder_config import DecoderConfig, Rope
 from blockdraft.nn.packed import PackedWeight
@@ -241,15 +241,19 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
 
 
 def gguf_tensors(
-    architecture: str, config: DecoderConfig, tensors: Mapping[str, Stored], factors_of: float | None
-) -> dict[str, Stored]:
+    architecture: str, config: DecoderConfig, tensors: Mapping[str, StoredTensor], factors_of: float | None
+) -> dict[str, StoredTensor]:
     """Return the tensors for a file of this architecture, by their names there.
 
     Args:
         tensors: Tensors of the decoder by our names.
         factors_of: Base of rotary embeddings, if the file stores a factor for each frequency.
     """
-    names, heads, written = our_names(architecture, config), interleaved(architecture, config), dict[str, Stored]()
+    names, heads, written = (
+        our_names(architecture, config),
+        interleaved(architecture, config),
+        dict[str, StoredTensor](),
+    )
     for ours, theirs in names.items():
         tensor = tensors[ours]
         if ours in heads:
@@ -263,11 +267,11 @@ def gguf_tensors(
     return written
 
 
-def _interleave(tensor: Stored, heads: int) -> Tensor:
+def _interleave(tensor: StoredTensor, heads: int) -> Tensor:
     return tensor.tensor()[paired(tensor.shape[0], heads).argsort()]
 
 
-def _plus_one(tensor: Stored) -> Tensor:
+def _plus_one(tensor: StoredTensor) -> Tensor:
     return tensor.tensor().float() + 1
 
 

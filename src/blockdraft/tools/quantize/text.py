@@ -17,7 +17,7 @@ from blockdraft.errors import UsageError
 from blockdraft.targets import TargetText, without_tokenizer
 from blockdraft.tools.quantize.settings import CalibrationSettings
 
-MOST_RECORDS = 100_000  # read from the sources
+MAX_RECORDS = 100_000  # read from the sources
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def read_text(
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so no text can be read for it.")
     encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
-    texts = [record for _, record in itertools.islice(read_records(sources, records), MOST_RECORDS)]
+    texts = [record for _, record in itertools.islice(read_records(sources, records), MAX_RECORDS)]
     random.Random(settings.seed).shuffle(texts)
     ids: list[int] = []
     for record in texts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockdraft_train.doctor.checks import Check, VariantChecker, neighbour_target_layers
+from blockdraft_train.doctor.checks import Assumption, VariantChecker, neighbour_target_layers
 from toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
 
@@ -12,8 +12,8 @@ class ToyChecker(VariantChecker):
     examines = ToyConfig
     network = ToyNetwork
 
-    def checks(self, longest: int) -> Iterator[Check]:
-        yield Check(self.config)
+    def checks(self, longest: int) -> Iterator[Assumption]:
+        yield Assumption(self.config)
         yield from neighbour_target_layers(self.config)
 
 

@@ -157,7 +157,7 @@ def data(
     from blockdraft.engine import Engine
     from blockdraft.folders import check_writable
     from blockdraft.targets import load_target_text, target_fingerprint
-    from blockdraft_train.data.prepare import MOST_FAULTS, Preparation, RecordReader
+    from blockdraft_train.data.prepare import MAX_FAULTS, Preparation, RecordReader
     from blockdraft_train.data.responders import EngineResponder, Responder, ServerResponder
 
     quiet()
@@ -181,7 +181,7 @@ def data(
     preparation = Preparation(out, target or text, sources, records, settings, checked)
     reader = preparation.reader
     tell(f"{counted(preparation.total, 'record')}, {preparation.missing} to do")
-    for place, fault in list(checked.faults.items())[:MOST_FAULTS]:
+    for place, fault in list(checked.faults.items())[:MAX_FAULTS]:
         tell(f"skipped: {place}: {fault}")
     if removed := preparation.writer.removed:
         tell(f"The data of {counted(len(removed), 'record')} are left out, since the sources no longer hold them.")

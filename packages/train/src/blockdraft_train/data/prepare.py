@@ -15,7 +15,7 @@ from typing import Any
 from torch import tensor
 
 from blockdraft.data.chats import ChatEncoder, response_indices
-from blockdraft.data.records import Chat, Message, Record, read_records
+from blockdraft.data.records import ChatRecord, Message, Record, read_records
 from blockdraft.data.settings import RecordSettings
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
@@ -24,12 +24,12 @@ from blockdraft.formats.token_data import FORMAT, MANIFEST, tokenizer_fingerprin
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft_train.data.documents import Document
 from blockdraft_train.data.manifest import read_manifest
-from blockdraft_train.data.regenerate import Continuation, Conversation, Task, prompts_of, regenerate
+from blockdraft_train.data.regenerate import Continuation, RegeneratedChat, Task, prompts_of, regenerate
 from blockdraft_train.data.responders import Responder
 from blockdraft_train.data.settings import CONTINUED, LONGEST, DataSettings
 from blockdraft_train.data.writer import DataWriter
 
-MOST_FAULTS = 20  # faulty records that are listed
+MAX_FAULTS = 20  # faulty records that are listed
 CHARACTERS = 4  # average number of characters of a token; sets the size of the pieces of a continued text
 
 
@@ -118,7 +118,7 @@ class RecordReader:
         """
         faults, keys = dict[str, str](), list[int]()
         for key, place, record in self.records(faults.setdefault):
-            if self._settings.writer == "text" and isinstance(record, Chat):
+            if self._settings.writer == "text" and isinstance(record, ChatRecord):
                 self.encoder.check()
             try:
                 self._check(record)
@@ -129,10 +129,10 @@ class RecordReader:
             if self.continued is not None and len(keys) == 1:
                 self._check_prompt(self._continuation(record))
         if faults and not (self._settings.skip_faulty and keys):
-            listed = [f"{place}: {fault}" for place, fault in itertools.islice(faults.items(), MOST_FAULTS)]
+            listed = [f"{place}: {fault}" for place, fault in itertools.islice(faults.items(), MAX_FAULTS)]
             if len(faults) == 1 and keys:
                 raise UsageError(f"{listed[0].removesuffix('.')}. Add --skip-faulty to leave the record out.")
-            more = f"\n- and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
+            more = f"\n- and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
             remedy = "; mend them, or add --skip-faulty to leave them out" if keys else ""
             lines = "".join(f"\n- {line}" for line in listed)
             raise UsageError(f"{len(faults)} of {len(faults) + len(keys)} records cannot be used{remedy}:{lines}{more}")
@@ -144,7 +144,7 @@ class RecordReader:
         if self.continued is not None:
             piece = CHARACTERS * (self.continued + min(self._settings.sampling.max_new_tokens, self.length))
         for place, record in read_records(self._sources, self._records, piece, on_fault):
-            content = [record.messages, record.tools] if isinstance(record, Chat) else record
+            content = [record.messages, record.tools] if isinstance(record, ChatRecord) else record
             digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).digest()
             # Equal records are told apart by their order.
             key = int.from_bytes(hashlib.sha256(digest + b"%d" % times[digest]).digest()[:8], "little", signed=True)
@@ -178,8 +178,8 @@ class RecordReader:
         """Return the task that generates the responses of a record, or continues it."""
         if self.continued is not None:
             return self._continuation(record)
-        assert isinstance(record, Chat)
-        return Conversation(prompts_of(record.messages), self.encoder, self.length, record.tools)
+        assert isinstance(record, ChatRecord)
+        return RegeneratedChat(prompts_of(record.messages), self.encoder, self.length, record.tools)
 
     def documents(self, record: Record) -> Iterator[Document]:
         """Yield the documents of a record's own text, without those that have no supervised token."""
@@ -218,7 +218,7 @@ class RecordReader:
                 "from tokens that it never meets; give the target the tokenizer that it is used with."
             )
 
-    def _parts(self, chat: Chat) -> Iterator[tuple[list[Message], bool]]:
+    def _parts(self, chat: ChatRecord) -> Iterator[tuple[list[Message], bool]]:
         """Yield the messages of each document of a chat, and whether only the last one is learned."""
         if not self._settings.split_turns:
             yield chat.messages, False

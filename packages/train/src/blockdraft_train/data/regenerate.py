@@ -64,7 +64,7 @@ class Task(ABC):
         return useful
 
 
-class Conversation(Task):
+class RegeneratedChat(Task):
     """A chat whose responses are generated turn by turn.
 
     Args:

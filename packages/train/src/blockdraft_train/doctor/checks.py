@@ -35,7 +35,7 @@ Text = tuple[Tensor, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Check:
+class Assumption:
     """An assumption about a checkpoint, under which the drafter drafts again.
 
     Attributes:
@@ -81,7 +81,7 @@ class Checker(ABC):
         return int(self.config.block_size)
 
     @abstractmethod
-    def checks(self, longest: int) -> Iterator[Check]:
+    def checks(self, longest: int) -> Iterator[Assumption]:
         """Yield all checks. The first follows the configuration.
 
         Args:
@@ -89,7 +89,7 @@ class Checker(ABC):
         """
 
     @abstractmethod
-    def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
+    def right(self, check: Assumption, texts: Sequence[Text]) -> Tensor:
         """Return whether each draft token is right, given the text before it.
 
         Returns:
@@ -130,7 +130,7 @@ class VariantChecker(Checker):
         return self.block_size - 1
 
     @torch.no_grad()
-    def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
+    def right(self, check: Assumption, texts: Sequence[Text]) -> Tensor:
         network, count, first = self._network(check), self.compared, check.shift
         passes = (draft for text in texts for draft in self._passes(network, check, *text))
         return torch.cat(
@@ -139,18 +139,18 @@ class VariantChecker(Checker):
 
     @torch.no_grad()
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
-        check, lengths = Check(self.config), list[int]()
+        check, lengths = Assumption(self.config), list[int]()
         for drafted, text in self._passes(self._network(check), check, tokens, anchors):
             lengths += (drafted == text).long().cumprod(dim=1).sum(dim=1).tolist()
         return lengths
 
-    def _network(self, check: Check) -> nn.Module:
+    def _network(self, check: Assumption) -> nn.Module:
         network = self.network(check.config).float().to(self.target.device).eval()
         network.load_state_dict(check.tensors(self.checkpoint.tensors))  # casts
         return network
 
     def _passes(
-        self, network: nn.Module, check: Check, tokens: Tensor, anchors: Sequence[int]
+        self, network: nn.Module, check: Assumption, tokens: Tensor, anchors: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield draft tokens `[C, K]` for up to `CHUNK` anchors, and the tokens of the text there, -1 after its end."""
         device, count = self.target.device, self.block_size - 1
@@ -169,7 +169,7 @@ class VariantChecker(Checker):
                 slots = Slots(hidden, logits, blocks, is_text)
                 yield self._variant.draft_tokens(network, slots), text[:, 1:]
 
-    def _precision(self, check: Check) -> AbstractContextManager[Any]:
+    def _precision(self, check: Assumption) -> AbstractContextManager[Any]:
         """Return a context with the precision of decoding, as closely as a float32 network can follow it."""
         dtype = check.dtype or self.target.dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.target.device.type, dtype)
@@ -180,33 +180,33 @@ def variant_of(network: type[nn.Module]) -> str:
     return next(name for name, entry in entries().items() if entry.network is network)
 
 
-def neighbour_target_layers(config: Any) -> Iterator[Check]:
+def neighbour_target_layers(config: Any) -> Iterator[Assumption]:
     """Yield checks with target layers one higher and one lower."""
     for step in (1, -1):
         target_layers = tuple(target_layer + step for target_layer in config.target_layers)
         if min(target_layers) >= 0 and max(target_layers) < config.num_target_layers:
             assumption = f"target layers {list(target_layers)} in place of {list(config.target_layers)}"
             remedy = f"Set the target layers in config.json to {list(target_layers)}; some formats count from 1."
-            yield Check(
+            yield Assumption(
                 config, fault="target_layers", assumption=assumption, remedy=remedy, target_layers=target_layers
             )
 
 
-def lags(config: Any) -> Iterator[Check]:
+def lags(config: Any) -> Iterator[Assumption]:
     """Yield checks with hidden states of one token earlier or later than the token before an input."""
     for lag, assumption in ((1, "of two tokens before its own"), (-1, "of its own token")):
         remedy = (
             "Train the drafter again with the hidden state of the previous token: in decoding, here and in other "
             "engines, that is the latest one."
         )
-        yield Check(
+        yield Assumption(
             config, fault="shift", assumption=f"each input with the hidden state {assumption}", remedy=remedy, lag=lag
         )
 
 
-def before_norm(config: Any) -> Check:
+def before_norm(config: Any) -> Assumption:
     """Return the check for the output of the last layer, for drafters that read the input of the target's head."""
-    return Check(
+    return Assumption(
         config,
         fault="target_layers",
         assumption="the target's last hidden state before its norm",
@@ -215,7 +215,7 @@ def before_norm(config: Any) -> Check:
     )
 
 
-def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Check]:
+def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Assumption]:
     """Yield checks with other rotary bases: the target's, and common ones.
 
     Args:
@@ -225,16 +225,18 @@ def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Check]:
         if theta != config.rope_theta:
             assumption = f"rope_theta {theta:g} in place of {config.rope_theta:g}"
             remedy = f"Set rope_theta in config.json to {theta:g}."
-            yield Check(replace(config, rope_theta=float(theta)), fault="rope", assumption=assumption, remedy=remedy)
+            yield Assumption(
+                replace(config, rope_theta=float(theta)), fault="rope", assumption=assumption, remedy=remedy
+            )
 
 
-def precision(config: Any, dtype: torch.dtype) -> Iterator[Check]:
+def precision(config: Any, dtype: torch.dtype) -> Iterator[Assumption]:
     """Yield the check with a draft pass in float32, if the target has a smaller dtype."""
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         assumption = f"the draft pass in float32 in place of {name}"
         remedy = f"The drafter's numbers exceed the range of {name}; run the pair in bfloat16 or float32 (--dtype)."
-        yield Check(config, fault="dtype", assumption=assumption, remedy=remedy, dtype=torch.float32)
+        yield Assumption(config, fault="dtype", assumption=assumption, remedy=remedy, dtype=torch.float32)
 
 
 def halves_swapped(*names: str) -> Callable[[Tensors], Tensors]:

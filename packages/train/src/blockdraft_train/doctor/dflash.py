@@ -19,7 +19,7 @@ from blockdraft.targets import Target
 from blockdraft_train.dflash_pass import draft_hidden
 from blockdraft_train.doctor.checks import (
     CHUNK,
-    Check,
+    Assumption,
     Checker,
     Text,
     neighbour_target_layers,
@@ -49,13 +49,13 @@ class DFlashChecker(Checker):
             reduced = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
             self._head = reduced.to(target.device, target.dtype)
 
-    def checks(self, longest: int) -> Iterator[Check]:
+    def checks(self, longest: int) -> Iterator[Assumption]:
         target = self.target
         masks = usual_mask_tokens(target)
         return checks(self.config, self._first_slot, target.shape, target.dtype, longest, masks)
 
     @torch.no_grad()
-    def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
+    def right(self, check: Assumption, texts: Sequence[Text]) -> Tensor:
         """Return whether each position's most probable token is right, independent of the others."""
         count = max(1, self.block_size - 2)
         first = self._first_slot - check.shift
@@ -70,7 +70,7 @@ class DFlashChecker(Checker):
 
     @torch.no_grad()
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
-        check, count = Check(self.config), self._variant.taught_slots
+        check, count = Assumption(self.config), self._variant.taught_slots
         slots, lengths = slice(self._first_slot, self._first_slot + count), list[int]()
         network = self._network(check)
         for hidden, logits, text in self._passes(network, check, tokens, anchors, count):
@@ -79,14 +79,14 @@ class DFlashChecker(Checker):
             lengths += right.long().cumprod(dim=1).sum(dim=1).tolist()
         return lengths
 
-    def _network(self, check: Check) -> DFlashNetwork:
+    def _network(self, check: Assumption) -> DFlashNetwork:
         dtype = check.dtype or self.target.dtype
         network = self.network(check.config).to(self.target.device, dtype).eval()
         network.load_state_dict(self.checkpoint.tensors)  # casts
         return network
 
     def _passes(
-        self, network: DFlashNetwork, check: Check, tokens: Tensor, anchors: Sequence[int], count: int
+        self, network: DFlashNetwork, check: Assumption, tokens: Tensor, anchors: Sequence[int], count: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield hidden states `[C, N, H]`, logits `[C, N, V]` and tokens `[C, 1 + count]` of up to C anchors at a time.
 
@@ -113,7 +113,7 @@ def checks(
     dtype: torch.dtype,
     longest: int,
     masks: Sequence[int] = (),
-) -> Iterator[Check]:
+) -> Iterator[Assumption]:
     """Yield all checks, the first of them with the drafter's own configuration.
 
     Args:
@@ -123,7 +123,7 @@ def checks(
         longest: Number of tokens of the longest text.
         masks: Mask tokens to try.
     """
-    yield Check(config)
+    yield Assumption(config)
     yield from neighbour_target_layers(config)
     for slot in {0, 1, 2} - {first_slot}:
         assumption = f"position {slot} drafts the token after the anchor, instead of position {first_slot}"
@@ -131,18 +131,18 @@ def checks(
             "Give the drafter the architecture, or the shift_label and sample_from_anchor, that it was trained with: "
             "position 0 drafts first in DSpark, position 1 in DFlash."
         )
-        yield Check(config, fault="shift", assumption=assumption, remedy=remedy, shift=first_slot - slot)
+        yield Assumption(config, fault="shift", assumption=assumption, remedy=remedy, shift=first_slot - slot)
     for token in masks:
         if token != config.mask_token_id:
             assumption = f"mask token {token} in place of {config.mask_token_id}"
             remedy = f"Set mask_token_id in config.json to {token}."
-            yield Check(replace(config, mask_token_id=token), fault="mask", assumption=assumption, remedy=remedy)
+            yield Assumption(replace(config, mask_token_id=token), fault="mask", assumption=assumption, remedy=remedy)
     yield from _attention(config, longest)
     yield from rope(config, shape)
     yield from precision(config, dtype)
 
 
-def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
+def _attention(config: DraftConfig, longest: int) -> Iterator[Assumption]:
     """Yield checks with other windows and other causality."""
     windows = {layer.window for layer in config.layers} - {None}
     seen = {config.layers}
@@ -164,7 +164,7 @@ def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
             how = {True: "causal", False: "bidirectional", None: "causal where it slides"}[causal]
             remedy = "Write layer_types, sliding_window and is_causal into config.json as it was trained."
             fault = "causality" if same_windows else "window"
-            yield Check(
+            yield Assumption(
                 replace(config, layers=layers), fault=fault, assumption=f"{where}, {how} inside a block", remedy=remedy
             )
     for causal in (False, True):
@@ -173,7 +173,7 @@ def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
             seen.add(layers)
             assumption = f"the same windows, {'causal' if causal else 'bidirectional'} inside a block"
             remedy = f"Write is_causal: {str(causal).lower()} into config.json."
-            yield Check(replace(config, layers=layers), fault="causality", assumption=assumption, remedy=remedy)
+            yield Assumption(replace(config, layers=layers), fault="causality", assumption=assumption, remedy=remedy)
 
 
 class DFlash2Checker(DFlashChecker):

@@ -15,7 +15,7 @@ import torch
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_target_layers
 from blockdraft.errors import UsageError
 from blockdraft_train.doctor.checks import (
-    Check,
+    Assumption,
     Tensors,
     VariantChecker,
     halves_swapped,
@@ -33,9 +33,9 @@ class Eagle3Checker(VariantChecker):
     network = Eagle3Network
     config: Eagle3Config
 
-    def checks(self, longest: int) -> Iterator[Check]:
+    def checks(self, longest: int) -> Iterator[Assumption]:
         config = self.config
-        yield Check(config)
+        yield Assumption(config)
         yield from neighbour_target_layers(config)
         yield from self._usual_target_layers()
         yield from lags(config)
@@ -44,7 +44,7 @@ class Eagle3Checker(VariantChecker):
             "Swap the halves of the columns of q_proj, k_proj and v_proj in the file: the embedding comes first, as in "
             "SafeAILab's code."
         )
-        yield Check(
+        yield Assumption(
             config,
             fault="order",
             assumption="inputs of hidden state and embedding",
@@ -59,11 +59,13 @@ class Eagle3Checker(VariantChecker):
             changes: dict[str, Any] = {name: other}
             remedy = f"Write {name}: {str(other).lower()} into config.json."
             place = "behind" if other else "before"
-            yield Check(replace(config, **changes), fault=fault, assumption=assumption.format(place), remedy=remedy)
+            yield Assumption(
+                replace(config, **changes), fault=fault, assumption=assumption.format(place), remedy=remedy
+            )
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 
-    def _usual_target_layers(self) -> Iterator[Check]:
+    def _usual_target_layers(self) -> Iterator[Assumption]:
         """Yield checks with the target layers that SafeAILab's code reads, whatever a file states."""
         try:
             target_layers = default_target_layers(self.config.num_target_layers)
@@ -77,11 +79,11 @@ class Eagle3Checker(VariantChecker):
                 f"the usual target layers, {list(target_layers)}, in place of {list(self.config.target_layers)}"
             )
             remedy = "Leave the target layers out of config.json, or write these."
-            yield Check(
+            yield Assumption(
                 self.config, fault="target_layers", assumption=assumption, remedy=remedy, target_layers=target_layers
             )
 
-    def _vocabularies(self) -> Iterator[Check]:
+    def _vocabularies(self) -> Iterator[Assumption]:
         """Yield checks with other meanings of `d2t` that name tokens of the target."""
         size, whole = self.config.draft_vocab_size, self.config.vocab_size
         if size == whole:
@@ -100,7 +102,7 @@ class Eagle3Checker(VariantChecker):
                 def tensors(given: Tensors, other: torch.Tensor = other) -> Tensors:
                     return {**given, "d2t": other}
 
-                yield Check(self.config, fault="vocabulary", assumption=assumption, remedy=remedy, tensors=tensors)
+                yield Assumption(self.config, fault="vocabulary", assumption=assumption, remedy=remedy, tensors=tensors)
 
 
 CHECKERS = (Eagle3Checker,)

@@ -20,7 +20,7 @@ from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, other_target_warning
 from blockdraft.types import Drafting, SamplingParams
-from blockdraft_train.doctor.checks import Check, checker_of
+from blockdraft_train.doctor.checks import Assumption, checker_of
 
 BATCH_SIZE = 4
 ANCHORS = 48  # evenly spaced in each response, at which each check drafts
@@ -161,7 +161,7 @@ def examine(
 
 
 def conclude(
-    checks: Sequence[Check],
+    checks: Sequence[Assumption],
     runs: Sequence[Tensor],
     own: Sequence[int],
     decoded: Sequence[int],

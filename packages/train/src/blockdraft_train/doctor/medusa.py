@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
-from blockdraft_train.doctor.checks import Check, VariantChecker, before_norm, precision
+from blockdraft_train.doctor.checks import Assumption, VariantChecker, before_norm, precision
 
 
 class MedusaChecker(VariantChecker):
@@ -22,17 +22,17 @@ class MedusaChecker(VariantChecker):
         """Number of compared draft tokens: one fewer than heads, because a check may leave out the first head."""
         return max(1, self.config.num_heads - 1)
 
-    def checks(self, longest: int) -> Iterator[Check]:
+    def checks(self, longest: int) -> Iterator[Assumption]:
         config = self.config
-        yield Check(config)
+        yield Assumption(config)
         yield before_norm(config)
         if config.num_heads > 1:
             remedy = "Drop the first head, which drafts the target's own token, and renumber the others."
             assumption = "head 1 drafts the token after the anchor, not head 0"
-            yield Check(config, fault="shift", assumption=assumption, remedy=remedy, shift=1)
+            yield Assumption(config, fault="shift", assumption=assumption, remedy=remedy, shift=1)
         remedy = "The heads draft one token further than their numbers say: train one to stand before them."
         assumption = "the hidden state of two tokens before the anchor"
-        yield Check(config, fault="shift", assumption=assumption, remedy=remedy, lag=1)
+        yield Assumption(config, fault="shift", assumption=assumption, remedy=remedy, lag=1)
         yield from precision(config, self.target.dtype)
 
 

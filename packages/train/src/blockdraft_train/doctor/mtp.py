@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft_train.doctor.checks import (
-    Check,
+    Assumption,
     Tensors,
     VariantChecker,
     before_norm,
@@ -29,22 +29,24 @@ class MTPChecker(VariantChecker):
     network = MTPNetwork
     config: MTPConfig
 
-    def checks(self, longest: int) -> Iterator[Check]:
+    def checks(self, longest: int) -> Iterator[Assumption]:
         config = self.config
-        yield Check(config)
+        yield Assumption(config)
         yield before_norm(config)
         yield from lags(config)
         remedy = "Swap the halves of the columns of mtp.fc.weight in the file: the embedding comes first."
         assumption = "inputs of hidden state and embedding"
-        yield Check(config, fault="order", assumption=assumption, remedy=remedy, tensors=halves_swapped("fc.weight"))
+        yield Assumption(
+            config, fault="order", assumption=assumption, remedy=remedy, tensors=halves_swapped("fc.weight")
+        )
         fed = not config.normed_feedback
         assumption = f"the state that is fed on taken {'behind' if fed else 'before'} the last norm"
         remedy = f"Write normed_feedback: {str(fed).lower()} into config.json."
-        yield Check(replace(config, normed_feedback=fed), fault="feedback", assumption=assumption, remedy=remedy)
+        yield Assumption(replace(config, normed_feedback=fed), fault="feedback", assumption=assumption, remedy=remedy)
         for step, kept in ((-1, "whole"), (1, "less two")):
             remedy = "Write the norms anew: this layout keeps what is added to one."
             assumption = f"norms that the file keeps {kept}"
-            yield Check(config, fault="norm", assumption=assumption, remedy=remedy, tensors=_norms(step))
+            yield Assumption(config, fault="norm", assumption=assumption, remedy=remedy, tensors=_norms(step))
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 

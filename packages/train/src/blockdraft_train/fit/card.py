@@ -20,7 +20,7 @@ from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.models import named_for_others
 from blockdraft.tools.export import formats_for
-from blockdraft_train.fit.facts import Plan
+from blockdraft_train.fit.facts import FitPlan
 from blockdraft_train.fit.prompts import HELD_OUT
 from blockdraft_train.fit.steps import Step, Where
 from blockdraft_train.progress import run_folder
@@ -96,7 +96,7 @@ def engines(where: Where) -> dict[str, str]:
 
 def write_card(
     where: Where,
-    plan: Plan,
+    plan: FitPlan,
     steps: Sequence[Step],
     taken: Mapping[str, float],
     sources: Sequence[str],

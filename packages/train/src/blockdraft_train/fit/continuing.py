@@ -38,12 +38,12 @@ from blockdraft_train.trainer import train
 from blockdraft_train.variant import find_variant
 
 LENGTH = 2048  # tokens of a conversation; later ones are not learned from
-HELD_OUT, HELD_OUT_SHARE, LEAST_DOCUMENTS = 16, 0.2, 5  # conversations held out at most, as a share; least of all
+HELD_OUT, HELD_OUT_SHARE, MIN_DOCUMENTS = 16, 0.2, 5  # conversations held out at most, as a share; least of all
 PROMPTS, TOKENS = 24, 96  # held-out prompts that are decoded, and tokens of a response
-MOST_LOST = 0.03  # share of tau on general prompts that a drafter may lose
+MAX_LOST = 0.03  # share of tau on general prompts that a drafter may lose
 MINUTES = 30.0
 ENDING = 1.1  # duration of a training that is told to finish, over its duration until then
-LEAST_SECONDS = 5.0  # that training gets, however long the measurements take
+MIN_SECONDS = 5.0  # that training gets, however long the measurements take
 HIDDEN_STATES = "hidden-states"  # folder of hidden states in a folder of recorded conversations
 # Some passes at low rates: each further pass over few tokens brings less on others.
 FIELDS: dict[str, Any] = {"epochs": 3, "batch": 2, "optimizer": "muon", "schedule": "wsd", "warmup": 0.05}
@@ -67,15 +67,15 @@ class Taus:
         if after.held_out <= self.held_out:
             return f"it drafts held-out prompts no better ({after.held_out:.3f} instead of {self.held_out:.3f})"
         lost = 1 - after.general / self.general
-        if lost >= MOST_LOST:
-            return f"it loses {lost:.1%} on general prompts, and may lose less than {MOST_LOST:.0%}"
+        if lost >= MAX_LOST:
+            return f"it loses {lost:.1%} on general prompts, and may lose less than {MAX_LOST:.0%}"
         return None
 
 
 def continue_fit(where: Where, settings: FitSettings, source: Path, note: Callable[[str], None]) -> list[str]:
     """Continue a drafter on the conversations in a data folder, and write it if it got better.
 
-    It is written if tau rises on conversations that it did not learn from, and falls by less than `MOST_LOST` on
+    It is written if tau rises on conversations that it did not learn from, and falls by less than `MAX_LOST` on
     general prompts.
 
     Args:
@@ -129,7 +129,7 @@ def _continue(where: Where, settings: FitSettings, source: Path, note: Callable[
     recipe = recipe_of(kind, checkpoint, str(init), documents, count, settings.seed)
     recipe = _with_hidden_states(recipe, kind, checkpoint, target, data, note)
     left = 60 * minutes - (time.monotonic() - began) - measuring
-    seconds = max(left / ENDING, LEAST_SECONDS)
+    seconds = max(left / ENDING, MIN_SECONDS)
     note(f"Training on {len(documents.usable) - count} conversations, for at most {duration(seconds)}.")
     trained = where.folder / "drafter"
     where.folder.mkdir(parents=True, exist_ok=True)
@@ -162,9 +162,9 @@ def checked_data(source: Path) -> TokenData:
 
 def held_out_count(documents: Documents) -> int:
     """Return how many conversations to hold out. Raise a UsageError if there are too few."""
-    if len(documents.usable) < LEAST_DOCUMENTS:
+    if len(documents.usable) < MIN_DOCUMENTS:
         raise UsageError(
-            f"The data hold {len(documents.usable)} usable conversations, and at least {LEAST_DOCUMENTS} are needed; "
+            f"The data hold {len(documents.usable)} usable conversations, and at least {MIN_DOCUMENTS} are needed; "
             "record more."
         )
     return max(1, min(HELD_OUT, int(HELD_OUT_SHARE * len(documents.usable))))

@@ -39,7 +39,7 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
-class Machine:
+class FitMachine:
     """Properties of the machine: cores, and free bytes of main memory, device memory and disk."""
 
     cpus: int
@@ -71,7 +71,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TargetMeasurements:
     """Measurements of the target on the machine.
 
     Attributes:
@@ -99,7 +99,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FitPlan:
     """Plan of a fit. It fixes all numbers, so that an interrupted fit ends like any other.
 
     Attributes:
@@ -140,7 +140,7 @@ KEPT_STATES = {
 }
 
 
-def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[str], hours: float) -> list[str]:
+def show(plan: FitPlan, target: TargetFacts, machine: FitMachine, sources: Sequence[str], hours: float) -> list[str]:
     """Return the plan as lines of text."""
     recipe, template = plan.recipe, "with" if target.chats else "without"
     own = "the target writes them itself; name some of your own with --data"

@@ -11,7 +11,7 @@ from blockdraft.errors import Complaints, counted
 from blockdraft.nn.draft_config import default_target_layers
 from blockdraft_train.data.hidden_states import size
 from blockdraft_train.data.settings import LONGEST
-from blockdraft_train.fit.facts import Machine, Measured, Plan, Speeds, TargetFacts
+from blockdraft_train.fit.facts import FitMachine, FitPlan, Speeds, TargetFacts, TargetMeasurements
 from blockdraft_train.fit.settings import FitSettings
 from blockdraft_train.variant import find_variant, fit_gains
 
@@ -42,7 +42,7 @@ class Default:
     LONG_ANSWER = 512
     REPETITIVE, TEMPERATURE = 0.6, 0.7  # share of repetitive greedy responses from which on they are sampled, and how
     # Training
-    EPOCHS, MOST_EPOCHS = 3, 15  # intended and maximum number of passes over the responses
+    EPOCHS, MAX_EPOCHS = 3, 15  # intended and maximum number of passes over the responses
     STEPS, LARGE_STEPS = 800, 200  # intended number of steps, and of steps whose size hardly matters for their duration
     FEWEST_STEPS = 50
     STEP_TOKENS = 65_536  # maximum number of tokens of a step
@@ -144,8 +144,8 @@ class Planner:
 
     settings: FitSettings
     target: TargetFacts
-    machine: Machine
-    measured: Measured
+    machine: FitMachine
+    measured: TargetMeasurements
     available: int | None
     start_seconds: float
     elapsed: float
@@ -159,7 +159,7 @@ class Planner:
         self.answer_seconds = measured.answer_tokens / measured.answer_rate
         self.max_new_tokens = answer_length(self.settings, self.target.context)
 
-    def plan(self) -> Plan:
+    def plan(self) -> FitPlan:
         """Return the plan.
 
         Raises:
@@ -173,7 +173,7 @@ class Planner:
         self.size_steps()
         recipe = self.make_recipe(variant, temperature)
         self.check_needs(recipe)
-        return Plan(
+        return FitPlan(
             variant=variant,
             recipe=recipe,
             answers=self.answers,
@@ -286,7 +286,7 @@ class Planner:
         self.length = min(self.target.context, LONGEST, max(256, 64 * math.ceil(self.measured.long_document / 64)))
         asked, left = self.settings.steps, self.training_budget
         wanted = asked or Default.STEPS
-        all_epochs = Default.MOST_EPOCHS * self.tokens
+        all_epochs = Default.MAX_EPOCHS * self.tokens
         most_rows = min(Default.STEP_TOKENS / self.length, all_epochs / Default.PACKED / self.length / wanted)
         rows = 1
         while 2 * rows <= most_rows:
@@ -302,7 +302,7 @@ class Planner:
         if asked is None and self.steps > most:
             self.steps = most
             self.reasons.append(
-                f"training ends after {Default.MOST_EPOCHS} passes over the responses, before the time is up"
+                f"training ends after {Default.MAX_EPOCHS} passes over the responses, before the time is up"
             )
         self.seconds["prompts"] += self.answers * self.prompt_seconds
         self.seconds["data"] += self.answers * self.answer_seconds
@@ -396,7 +396,7 @@ class Planner:
 
     def fewest_hours(self) -> float:
         """Return the hours of the fewest steps, and of the responses that these need within their share of the time."""
-        fewest = math.ceil(Default.FEWEST_STEPS * self.learned / (Default.MOST_EPOCHS * self.document))
+        fewest = math.ceil(Default.FEWEST_STEPS * self.learned / (Default.MAX_EPOCHS * self.document))
         fewest = max(Default.FEWEST_ANSWERS, fewest)
         training = Default.FEWEST_STEPS * self.step_seconds(self.rows)
         per_response = max(self.document_seconds, self.written / Default.ANSWERING)

@@ -28,7 +28,7 @@ from blockdraft_train.data.manifest import read_manifest
 from blockdraft_train.data.regenerate import prompts_of
 from blockdraft_train.fit import survey
 from blockdraft_train.fit.card import engines, usage, write_card
-from blockdraft_train.fit.facts import Plan, TargetFacts, show
+from blockdraft_train.fit.facts import FitPlan, TargetFacts, show
 from blockdraft_train.fit.plan import Default, Planner, answer_length, candidates, reference
 from blockdraft_train.fit.prompts import read_prompts, write_prompts
 from blockdraft_train.fit.settings import FitSettings, PromptSettings
@@ -40,7 +40,7 @@ FORMAT = 1
 PLAN = "plan.json"
 SAMPLE = 64  # number of prompts that the survey takes its answers from
 FEW, PROMPT_SECONDS = 4, 5.0  # number of prompts that a target writes which takes longer than this for them
-LEAST_CONTEXT = 2 * Default.EVAL_TOKENS
+MIN_CONTEXT = 2 * Default.EVAL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
         plan, lines = _plan(fit, note)
     else:
         _check_same(folder, known["asked"], fit.asked())
-        plan, lines = Plan(**known["plan"]), list(known["survey"])
+        plan, lines = FitPlan(**known["plan"]), list(known["survey"])
         note(f"The fit follows {folder / PLAN}; to start over, delete {folder} and {run_folder(fit.where.out)}.")
     if dry_run:
         return lines
@@ -136,7 +136,7 @@ def _outcome(methods: dict[str, Any]) -> str:
     return figures if auto["speedup"] > WORTHWHILE else f"{figures}\n{NOT_YET}"
 
 
-def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
+def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[FitPlan, list[str]]:
     """Survey target and machine, and plan. Everything that can be refused is refused here."""
     settings, where, complaints = fit.settings, fit.where, Complaints()
     scratch = where.folder / "survey"
@@ -210,9 +210,9 @@ def _check_target(target: Target, facts: TargetFacts, asked: str | None, complai
     """
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, and `fit` needs one; put tokenizer.json into its folder.")
-    if target.max_context < LEAST_CONTEXT:
+    if target.max_context < MIN_CONTEXT:
         complaints.messages.append(
-            f"The target's context is {target.max_context} tokens; `fit` needs {LEAST_CONTEXT} or more."
+            f"The target's context is {target.max_context} tokens; `fit` needs {MIN_CONTEXT} or more."
         )
     fitting, faults = list[str](), Complaints()
     for name in [asked] if asked else candidates(facts):

@@ -22,14 +22,14 @@ from blockdraft.folders import write_file
 from blockdraft.machine import die_with_parent
 from blockdraft.settings import as_text
 from blockdraft.types import Backend
-from blockdraft_train.fit.facts import Plan, duration
+from blockdraft_train.fit.facts import FitPlan, duration
 from blockdraft_train.fit.prompts import HELD_OUT, PROMPTS
 from blockdraft_train.progress import FINISH, run_folder
 
 DONE = "done.json"
 NOTE_SECONDS = 60.0  # between notes on the progress of a command
 ENDING = 1.1  # duration of a training that is told to finish early, over its duration until then
-LEAST = 0.5  # share of its expected duration that a training gets, however long the steps before it took
+MIN = 0.5  # share of its expected duration that a training gets, however long the steps before it took
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Where:
         return [word for flag, value in values.items() if value is not None for word in (flag, value)]
 
 
-def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequence[str]) -> list[Step]:
+def make_steps(plan: FitPlan, where: Where, sources: Sequence[str], records: Sequence[str]) -> list[Step]:
     """Return the commands of a plan.
 
     Args:
@@ -140,7 +140,7 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None], 
         title, start = f"step {number} of {len(steps)}: {step.name}", time.monotonic()
         later = sum(other.seconds for other in steps[number:])
         late = sum(done[other.name] - other.seconds for other in steps[: number - 1])
-        longest = max(step.seconds + slack - late, LEAST * step.seconds)
+        longest = max(step.seconds + slack - late, MIN * step.seconds)
         note(f"\n{title}, about {duration(step.seconds)}; in all about {duration(step.seconds + later)} left")
         note(step.line)
         code = _run(step.arguments, _watcher(step, title, later, longest, note))

@@ -39,13 +39,13 @@ from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.data.target_layers import target_hidden_states
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.devices import make_accelerator
-from blockdraft_train.fit.facts import Machine, Measured, Speeds, TargetFacts, duration
+from blockdraft_train.fit.facts import FitMachine, Speeds, TargetFacts, TargetMeasurements, duration
 from blockdraft_train.fit.plan import anchors, layer_weights, reference, stored_target_layers
 from blockdraft_train.job import TrainingJob
 from blockdraft_train.trainer import Trainer
 from blockdraft_train.variant import find_variant
 
-SHARE, MOST_SECONDS = 0.1, 240.0  # of the hours, and at most, that the survey takes
+SHARE, MAX_SECONDS = 0.1, 240.0  # of the hours, and at most, that the survey takes
 ANSWERS, STATES, STEPS = 0.35, 0.5, 0.8  # shares of the survey after which responses, hidden states, steps are measured
 BATCHES = (8, 16, 32, 64)  # batch sizes to try
 TRIED_TOKENS = 16  # of each response while batch sizes are tried
@@ -109,9 +109,9 @@ def target_facts(target: Target) -> TargetFacts:
     )
 
 
-def machine(target: Target, out: Path) -> Machine:
+def machine(target: Target, out: Path) -> FitMachine:
     disk = next(parent for parent in [out.absolute(), *out.absolute().parents] if parent.exists())
-    return Machine(
+    return FitMachine(
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=free_bytes(torch.device("cpu")),
         device_memory=free_bytes(target.device),
@@ -140,12 +140,12 @@ def measure(
     folder: Path,
     note: Callable[[str], None],
     load_quantized: Callable[[], Target] | None = None,
-) -> Measured:
+) -> TargetMeasurements:
     """Measure how fast the target answers these prompts here, and how fast drafters for it train and draft.
 
     Args:
         prompts: Prompts as the engine takes them. With more of them, the length of responses is better known.
-        hours: Time of the whole fit. The survey takes `SHARE` of it, and `MOST_SECONDS` at most, unless a single
+        hours: Time of the whole fit. The survey takes `SHARE` of it, and `MAX_SECONDS` at most, unless a single
             measurement takes longer.
         max_new_tokens: Maximum length of a response of the fit.
         variants: Kinds of drafters to compare.
@@ -153,7 +153,7 @@ def measure(
         load_quantized: Loads the target quantized by `WRITER_QUANTIZE`, which may write the responses; None does not
             try that.
     """
-    start, seconds = time.monotonic(), min(SHARE * 3600 * hours, MOST_SECONDS)
+    start, seconds = time.monotonic(), min(SHARE * 3600 * hours, MAX_SECONDS)
 
     def stage(what: str) -> AbstractContextManager[None]:
         def text() -> str:
@@ -200,7 +200,7 @@ def measure(
         listed = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
         note(f"{name}: drafted steps take, over a plain one, {listed}")
     documents = sorted(len(prompt) + more for prompt, more in zip(sample.prompts, sample.lengths, strict=True))
-    return Measured(
+    return TargetMeasurements(
         prompt_tokens=statistics.mean(map(len, sample.prompts)),
         long_document=documents[int(LONG * len(documents))],
         answer_tokens=mean,

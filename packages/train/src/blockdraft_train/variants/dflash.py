@@ -45,7 +45,7 @@ from blockdraft_train.draft_vocabulary import draft_ids, frequent_tokens, reduce
 from blockdraft_train.mask_token import mask_token
 from blockdraft_train.objectives import Slots
 from blockdraft_train.recipe import Recipe
-from blockdraft_train.variant import Choice, Variant
+from blockdraft_train.variant import DerivedValue, Variant
 
 DEFAULT_LAYERS = 5
 LARGE_SPREAD = 2.0  # standard deviation of the logits of random hidden states of size 1; the usual heads have about 1
@@ -174,8 +174,8 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     def layout(cls, recipe: R, target: Target) -> str | None:
         return None if recipe.draft_vocab is None else "speculators"
 
-    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
-        recipe, choices = self.recipe, dict[str, Choice]()
+    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, DerivedValue]:
+        recipe, choices = self.recipe, dict[str, DerivedValue]()
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         init, of_init = None, "that of the drafter to begin with"
         if recipe.draft_vocab is not None:
@@ -187,9 +187,9 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             with complaints.noting():
                 init = self._init(vocabulary, target.num_layers)[0]
         if recipe.layers is None:
-            choices["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
+            choices["layers"] = DerivedValue(init.num_hidden_layers, of_init) if init else DerivedValue(DEFAULT_LAYERS)
         if init is not None and recipe.target_layers is None:
-            choices["target_layers"] = Choice(init.target_layers, of_init)
+            choices["target_layers"] = DerivedValue(init.target_layers, of_init)
         else:
             with complaints.noting():
                 target_layers = chosen_target_layers(recipe.target_layers, target.num_layers)
@@ -200,15 +200,15 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
                     f"layers of the target, 0 to {target.num_layers - 1}",
                 )
                 few = recipe.target_layers is None and len(target_layers) < 5
-                choices["target_layers"] = Choice(
+                choices["target_layers"] = DerivedValue(
                     target_layers, f"the target has {counted(target.num_layers, 'layer')}" if few else None
                 )
         if init is not None and recipe.mask_token_id is None:
-            choices["mask_token_id"] = Choice(init.mask_token_id, of_init)
+            choices["mask_token_id"] = DerivedValue(init.mask_token_id, of_init)
         else:
             with complaints.noting():
                 mask = mask_token(target, recipe.mask_token_id, data)
-                choices["mask_token_id"] = Choice(*mask)
+                choices["mask_token_id"] = DerivedValue(*mask)
         return choices
 
     def config(self, target: Target) -> DraftConfig:

@@ -42,7 +42,7 @@ from blockdraft_train.draft_vocabulary import draft_ids, frequent_tokens, reduce
 from blockdraft_train.objectives import Slots
 from blockdraft_train.recipe import Recipe
 from blockdraft_train.unrolled import unrolled
-from blockdraft_train.variant import Choice, Variant
+from blockdraft_train.variant import DerivedValue, Variant
 from blockdraft_train.variants.dflash import calm, layer_shape, new_matrices
 
 STEP_WEIGHT = 0.8  # weight of a step relative to the step before
@@ -142,10 +142,10 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             return "eagle3_speculators" if cls(recipe).config(target).qk_norm else None
         return None
 
-    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, DerivedValue]:
         with complaints.noting():
             config = self.config(target)
-            return {name: Choice(getattr(config, field)) for field, name in SHAPE.items()}
+            return {name: DerivedValue(getattr(config, field)) for field, name in SHAPE.items()}
         return {}
 
     def config(self, target: Target) -> Eagle3Config:
