@@ -29,6 +29,6 @@ from blockdraft.models.places import (
 )
 from blockdraft.models.recognise import alike, made_for, recognised
 
-__all__ = ["DEFAULT", "TINY", "PublishedDrafter", "PublishedTau", "Model", "WeightFile", "Wheel", "bundled_drafter"]
+__all__ = ["DEFAULT", "TINY", "Model", "PublishedDrafter", "PublishedTau", "WeightFile", "Wheel", "bundled_drafter"]
 __all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder"]
 __all__ += ["named_for_others", "pulled", "alike", "made_for", "recognised", "suggestion"]

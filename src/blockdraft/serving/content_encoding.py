@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import zlib
 from collections.abc import Callable
 from importlib import import_module
@@ -57,12 +59,11 @@ def _decoder(name: str) -> Decoder | None:
 
 
 def _gzip(data: bytes, most: int) -> tuple[bytes, bool]:
-    decoded, ended = b"", False
-    while data and len(decoded) < most:  # a file may have several parts
-        part = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        decoded += part.decompress(data, most - len(decoded))
-        data, ended = part.unused_data, part.eof
-    return decoded, ended
+    file = gzip.GzipFile(fileobj=io.BytesIO(data))  # reads several parts in linear time
+    try:
+        return file.read(most), True
+    except EOFError:
+        return b"", False
 
 
 def _deflate(data: bytes, most: int) -> tuple[bytes, bool]:

@@ -271,14 +271,15 @@ def end_tokens(generation_config: Any, config: AnyConfig, tokenizer: Any) -> fro
 
     Log a warning for ids that the model cannot generate, such as -1, and leave them out.
     """
-    ids: set[int] = set()
+    ids: list[Any] = []
     for source in (generation_config, config, tokenizer):
         value = getattr(source, "eos_token_id", None)
-        ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
+        ids += value if isinstance(value, list) else [value] if value is not None else []
     size: int = getattr(config.get_text_config(), "vocab_size", 2**31)  # not every configuration has one
-    known = frozenset(token for token in ids if 0 <= token < size)
-    if known != ids:
-        log.warning("The end tokens %s are no tokens of the model, 0 to %d; ignored.", sorted(ids - known), size - 1)
+    known = frozenset(token for token in ids if type(token) is int and 0 <= token < size)
+    unknown = sorted({repr(token) for token in ids if type(token) is not int or token not in known})
+    if unknown:
+        log.warning("The end tokens [%s] are no tokens of the model, 0 to %d; ignored.", ", ".join(unknown), size - 1)
     return known
 
 

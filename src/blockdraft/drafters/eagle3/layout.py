@@ -232,7 +232,7 @@ class Eagle3Layout(EagleLayout):
         return {
             VLLM: start,
             SGLANG: sglang(target, "EAGLE3", drafter, config.block_size, chain),
-            TENSORRT_LLM: tensorrt_llm(target, "Eagle3Layout", drafter, draft_tokens, target_layers),
+            TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, draft_tokens, target_layers),
         }
 
     def config_dict(

@@ -83,7 +83,7 @@ def train(
     assert options.data is not None and options.out is not None
     out = options.out
 
-    from blockdraft.drafters import as_given, drafter_files
+    from blockdraft.drafters import as_given, check_place, drafter_files
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
     from blockdraft.formats.gguf import is_gguf, open_gguf
@@ -116,6 +116,8 @@ def train(
     with complaints.noting():
         if (given := begun_with(settings)) is not None:
             init = Path(given) if Path(given).exists() else drafter_files(given, model.target)
+            if not init.exists():
+                check_place(init)
             kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
             settings = replace(settings, init=str(init))
     accelerator = complaints.noted(make_accelerator, settings, run_folder(out), model.device)
