@@ -4,9 +4,13 @@ import gc
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+with suppress(ImportError):
+    import setuptools  # noqa: F401  before distutils, which it replaces and torch.compile imports
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 # What tests measure and learn is none of what the user's own runs begin with; compiled libraries are kept for the next.
