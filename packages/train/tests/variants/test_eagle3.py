@@ -295,6 +295,35 @@ def test_a_narrower_mlp_begins_with_the_strongest_neurons(tmp_path: Path) -> Non
     assert torch.equal(part.down_proj.weight, mlp.down_proj.weight[:, strongest])
 
 
+def test_a_wider_mlp_computes_the_same_until_it_has_learned(tmp_path: Path) -> None:
+    target = of_family(tmp_path / "target", "llama")
+    variant, narrow = made(target, init="last_layer", intermediate_size=24, draft_vocab=100)
+    narrow.keep(torch.arange(100))
+    variant.fit_head(narrow, target)
+    with torch.no_grad():
+        narrow.midlayer.mlp.up_proj.weight.mul_(1.5)  # it has learned
+    export(tmp_path / "drafter", ExportFormat("eagle3"), narrow.config, variant.saved(narrow.state_dict()), target)
+    size = target.shape["intermediate_size"]
+    variant, wide = made(target, init=str(tmp_path / "drafter"), intermediate_size=size)
+    variant.fit_head(wide, target)
+    x, mlp = torch.randn(5, target.hidden_size, generator=torch.Generator().manual_seed(0)), wide.midlayer.mlp
+    torch.testing.assert_close(mlp(x), narrow.midlayer.mlp(x), atol=1e-4, rtol=1e-4)
+    assert wide.config.intermediate_size == size > 24
+    theirs = target.weights_in(".layers.3.mlp.gate_proj")["model.layers.3.mlp.gate_proj.weight"]
+    rows = (mlp.gate_proj.weight[24:, None] == theirs).all(dim=2)
+    assert rows.sum() == size - 24 and bool((rows.sum(dim=1) == 1).all())  # each of them once
+    assert not bool((mlp.gate_proj.weight[:24, None] == theirs[rows.any(dim=0)]).all(dim=2).any())
+    with pytest.raises(UsageError, match=f"intermediate_size must be at most the target's, {size}, to widen .*, got"):
+        made(target, init=str(tmp_path / "drafter"), intermediate_size=size + 1)
+    with pytest.raises(UsageError, match="intermediate_size of .* must be that of the recipe, 16"):
+        made(target, init=str(tmp_path / "drafter"), intermediate_size=16)
+
+
+def test_a_drafter_can_learn_to_read_normed_states(target: Target, tiny_eagle3_dir: Path) -> None:
+    assert not made(target, init=str(tiny_eagle3_dir))[1].config.norm_output
+    assert made(target, init=str(tiny_eagle3_dir), norm_output=True)[1].config.norm_output
+
+
 def test_biases_of_the_last_layer_are_left_out(tmp_path: Path) -> None:
     target = of_family(tmp_path, "qwen2")
     variant, network = made(target, init="last_layer")

@@ -88,7 +88,8 @@ class Eagle3Recipe(Recipe):
     intermediate_size: Count | None = Field(
         None,
         description="Inner size of the layer's MLP; by default the target's, or three times its hidden size. A smaller "
-        'one begins, with the `init` "last_layer", with the neurons of the largest weights.',
+        'one begins, with the `init` "last_layer", with the neurons of the largest weights. One that is larger than '
+        "that of an `init` gets further neurons of the target's last layer, whose outputs begin at 0.",
     )
     heads: Count | None = Field(None, description="Query heads of the layer; by default the target's.")
     kv_heads: Count | None = Field(None, description="Key/value heads of the layer; by default the target's.")
@@ -96,7 +97,7 @@ class Eagle3Recipe(Recipe):
     norm_output: bool | None = Field(
         None,
         description="Whether each step reads the hidden state behind the last norm, instead of a stream that grows "
-        "from step to step. By default it does not, or as the `init` does.",
+        "from step to step. By default it does not, or as the `init` does; one that does not can learn to.",
     )
     fc_norm: bool | None = Field(
         None,
@@ -128,6 +129,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     fit_gain: ClassVar[float | None] = 1.25  # tau of 1.5 for SmolLM2 where DFlash had 1.21, after little training
     reducible = fit_reduced = True
     _head: Tensor | None = None  # the target's, of the draft vocabulary, [Vd, H]
+    _width: int | None = None  # intermediate size of the drafter of `init`
 
     @classmethod
     def fit_fields(cls, layers: int, hidden_size: int, narrow: bool = False) -> dict[str, Any]:
@@ -184,6 +186,15 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     def _config_of_init(self, target: Target) -> Eagle3Config:
         config: Eagle3Config = self._init(target.num_layers).config
         check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+        width = self.recipe.intermediate_size or config.intermediate_size
+        if width > config.intermediate_size:
+            most = last_layer(target)["mlp.gate_proj.weight"].size(0)
+            need(
+                width <= most, "intermediate_size", width, f"at most the target's, {most}, to widen {self.recipe.init}"
+            )
+            config = replace(config, intermediate_size=width)
+        if self.recipe.norm_output:  # needs no weights of its own
+            config = replace(config, norm_output=True)
         for field_name, name in SHAPE.items():
             ours, theirs = getattr(self.recipe, name), getattr(config, field_name)
             same = ours is None or ours == theirs
@@ -201,10 +212,16 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def new_network(self, config: Eagle3Config, vocabulary: Mapping[str, int] | None) -> Eagle3Network:
         network = Eagle3Network(config)
-        if self.recipe.init not in (None, LAST_LAYER):
-            network.load_state_dict(self._init(config.num_target_layers).tensors)
+        if self.recipe.init in (None, LAST_LAYER):
+            new_matrices(network)
             return network
-        new_matrices(network)
+        tensors = dict(self._init(config.num_target_layers).tensors)
+        self._width = tensors["midlayer.mlp.gate_proj.weight"].size(0)
+        added = config.intermediate_size - self._width
+        for name, padding in zip(MLP, ((0, 0, 0, added), (0, 0, 0, added), (0, added)), strict=True):
+            weight = f"midlayer.mlp.{name}_proj.weight"
+            tensors[weight] = F.pad(tensors[weight], padding)
+        network.load_state_dict(tensors)
         return network
 
     def fit_data(self, network: Eagle3Network, data: TokenData) -> None:
@@ -221,6 +238,8 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             calm(network.norm.weight, target)
         if self.recipe.init == LAST_LAYER:
             take_last_layer(network, target)
+        if self._width is not None:
+            widen(network, target, self._width)
         if self.recipe.head == "frozen":
             network.lm_head.weight.requires_grad_(False)
 
@@ -329,6 +348,22 @@ def take_last_layer(network: Eagle3Network, target: Target) -> None:
         norms = cast("list[RMSNorm]", list(network.fc_norm))
         for norm, scale in zip(norms, layer_scales(network, target), strict=True):
             norm.weight.fill_(scale)
+
+
+@torch.no_grad()
+def widen(network: Eagle3Network, target: Target, width: int) -> None:
+    """Give the MLP's neurons from `width` on the inputs of the target's last layer, the strongest that are left.
+
+    Their outputs are 0, so the network computes the same as before. A drafter that began as the last layer has the
+    `width` strongest neurons already.
+    """
+    size = network.config.intermediate_size
+    if width < size:
+        weights, mlp = last_layer(target), network.midlayer.mlp
+        new = strongest_neurons(weights, size)
+        new = new[~torch.isin(new, strongest_neurons(weights, width))]
+        for name in ("gate_proj", "up_proj"):
+            mlp.get_submodule(name).get_parameter("weight")[width:] = weights[f"mlp.{name}.weight"][new]
 
 
 def layer_scales(network: Eagle3Network, target: Target) -> list[float]:
