@@ -68,6 +68,17 @@ def test_requests_that_run_together_share_what_one_has_read(target: Target, draf
     assert sum(answer.stats.remembered > 0 for answer in answers) >= 2
 
 
+def test_a_request_that_needs_all_slots_goes_on_at_a_checkpoint(target: Target) -> None:
+    first = [*SYSTEM, 30, 31, 32]
+    with engine(target, cache_tokens=len(first) + 24) as running:
+        [answer] = running.generate([first], GREEDY)
+        changed = [*first[:-5], 50, 51, 52, 53]
+        [other] = running.generate([changed], GREEDY)
+        assert other.stats.remembered == len(first) - LAST_TOKENS
+        assert other.token_ids == alone(target, changed)
+        assert running.generate([first], GREEDY)[0].token_ids == answer.token_ids
+
+
 def test_instructions_are_stored_on_disk(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     prompts = [[*SYSTEM, 30 + i, 31, 32 + i] for i in range(3)]

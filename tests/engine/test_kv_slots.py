@@ -95,6 +95,14 @@ def test_random_allocations_against_a_list_of_slots(seed: int) -> None:
     assert slots.take(total) == 0 and slots.take(1) is None
 
 
+def test_slots_at_a_given_place() -> None:
+    slots = FreeSlots(10)
+    assert slots.take(3, at=4) == 4
+    assert slots.take(1, at=6) is slots.take(5, at=0) is slots.take(4, at=7) is None
+    assert slots.would_fit(6, [(4, 3)], at=4) and not slots.would_fit(7, [(4, 3)], at=4)
+    assert (slots.take(4), slots.take(3, at=7), slots.take(1)) == (0, 7, None)
+
+
 def test_nothing_is_allocated_without_slots() -> None:
     assert FreeSlots(0).take(1) is None and not FreeSlots(0).would_fit(1, [])
     assert FreeSlots(0).would_fit(3, [(4, 2), (6, 1)])

@@ -79,6 +79,10 @@ def test_fewer_slots_where_other_programs_use_the_memory(
     whole, longest = Engine(target, drafter, 5, Drafting(None)), Engine(target, drafter, 1, Drafting(None)).cache_tokens
     assert shared().cache_tokens == whole.cache_tokens  # a small model
     assert shared(cache_tokens=longest + 3).cache_tokens == longest + 3
+    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: 4 * whole.memory.bytes(3 * longest))
+    monkeypatch.setattr(kv_slots, "USUAL_BYTES", 1)
+    assert shared().cache_tokens == 3 * longest  # a quarter of the free memory
+    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: 2 * whole.memory.bytes(longest))
     monkeypatch.setattr(kv_slots, "USUAL_BYTES", whole.memory.bytes(2 * longest))
     for given in ({}, {"cache_tokens": 3 * longest}, {"prefix_tokens": 100}):
         assert shared(**given).cache_tokens == 2 * longest

@@ -581,13 +581,46 @@ def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Dra
         assert completion.token_ids == alone(target, drafter, prompt, greedy(20))
 
 
-def test_a_prefix_that_makes_room_for_its_own_request_is_read_again(target: Target, drafter: Drafter) -> None:
+def test_a_request_that_needs_all_slots_goes_on_in_those_of_its_prefix(target: Target, drafter: Drafter) -> None:
+    """An agent's turns without a limit of their answers, and another client's short request between them."""
     size = Engine(target, drafter, drafting=Drafting(None)).request(LONG, greedy(20)).slots
-    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 20, drafting=Drafting(None))
-    engine.generate([LONG[:100]], greedy(8))
-    [completion] = engine.generate([LONG], greedy(20))
-    assert completion.stats.remembered == 0
-    assert completion.token_ids == alone(target, drafter, LONG, greedy(20))
+    hand = ByHand(Engine(target, drafter, prefix_tokens=400, cache_tokens=size, drafting=Drafting(None)))
+    engine = hand.engine
+
+    def turn(prompt: list[int]) -> int:
+        limit = 20
+        while engine.request(prompt, greedy(limit)).slots < size:
+            limit += 1
+        request = hand.submit(prompt, greedy(limit))
+        hand.step_until(lambda: len(request.token_ids) >= 4)
+        request.cancel()
+        hand.run()
+        assert request.token_ids == alone(target, drafter, prompt, greedy(20))[: len(request.token_ids)]
+        return request.stats.remembered
+
+    assert turn(LONG[:60]) == 0
+    assert turn([*LONG[:60], 5, 6]) == 60
+    hand.submit(LONG[::-1][:16], greedy(1))
+    hand.run()
+    assert turn([*LONG[:61], 7, 8]) == 60  # instead of 5 and 6, and the other request's tokens are in the way
+    assert turn([*LONG[:40], 9]) == 40
+    assert turn([*LONG[:60], 5]) == 40  # the last turn has evicted the rest
+    assert turn(LONG[::-1][:20]) == 0  # all slots are free again
+
+
+def test_a_prefix_is_read_again_where_a_request_cannot_go_on_in_its_slots(target: Target, drafter: Drafter) -> None:
+    """Its slots are the last ones."""
+    probe = Engine(target, drafter, drafting=Drafting(None))
+    first, size = probe.request([9] * 20, greedy(30)).slots, probe.request(LONG[:100], greedy(20)).slots
+    hand = ByHand(Engine(target, drafter, prefix_tokens=400, cache_tokens=first + size, drafting=Drafting(None)))
+    before, kept = hand.submit([9] * 20, greedy(30)), hand.submit(LONG[:100], greedy(8))
+    hand.step_until(lambda: kept.finished)
+    before.cancel()
+    hand.run()
+    again = hand.submit([*LONG[:100], 3], greedy(first + 10))
+    hand.run()
+    assert again.stats.remembered == 0
+    assert again.token_ids == alone(target, drafter, [*LONG[:100], 3], greedy(first + 10))
 
 
 def test_the_prefix_of_a_failed_request_is_not_copied(target: Target) -> None:

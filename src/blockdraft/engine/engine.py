@@ -53,7 +53,7 @@ class Engine:
             later engines of this pair load them; 0 stores none, nor does a pair that `PrefixStore` does not support,
             nor an engine that records hidden states.
         shares_memory: Whether other programs use the memory as well. Then `cache_tokens` are fewer where they need
-            more than 1.5 GiB, but enough for one request of the greatest length.
+            more than 1.5 GiB or a quarter of the free memory, but enough for one request of the greatest length.
         recorder: Gets each finished request, with hidden states if it has target layers; None records nothing.
 
     Raises:

@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 BLOCK = 16  # tokens; a shorter common prefix is not worth a copy
 SHARE = 0.9  # of the free memory
-USUAL_BYTES = 3 << 29  # of caches and workspace on a machine that other programs use as well
+# Of caches and workspace on a machine that other programs use as well: bytes, or a share of the free memory if more.
+USUAL_BYTES, USUAL_SHARE = 3 << 29, 0.25
 URGENT_SHARE = 0.25  # of the kept tokens, for urgent requests, of which a typist sends many
 
 
@@ -69,23 +70,50 @@ class KVSlots:
         """Return how many of the first `length` tokens of a sequence can be copied, once it has read them."""
         return self._runner.reusable(start, length) if start in self._finished else length
 
-    def allocate(self, request: Request) -> int | None:
+    def allocate(self, request: Request, prefix: Prefix | None) -> Prefix | None:
         """Open a sequence for a request, evicting finished sequences if that makes room.
 
+        If the finished sequence that holds its prefix would be evicted too, the request goes on in its slots if it can.
+
+        Args:
+            prefix: What `longest_prefix` returned for the request.
+
         Returns:
-            The first slot, or None if there is no room.
+            The sequence, and how many tokens of the prompt it holds; None if there is no room.
         """
-        size = request.slots
-        start = self._free.take(size)
+        size, start = request.slots, self._free.take(request.slots)
         if start is None:
-            if not self._free.would_fit(size, [(first, len(tokens)) for first, tokens in self._finished.items()]):
+            finished = [(first, len(tokens)) for first, tokens in self._finished.items()]
+            if not self._free.would_fit(size, finished):
                 return None
+            if prefix is not None and prefix.start in self._finished:
+                others = [kept for kept in finished if kept[0] != prefix.start]
+                if not self._free.would_fit(size, others) and self._take_over(prefix, size):
+                    self._index.add(prefix.start, request.prompt)
+                    return prefix
             while start is None:
-                self._evict(next(iter(self._finished)))
+                self._evict(next(iter(self._finished)))  # `longest_prefix` has moved the prefix to the end
                 start = self._free.take(size)
         self._runner.open(start, size)
         self._index.add(start, request.prompt)
-        return start
+        return Prefix(start, 0)
+
+    def _take_over(self, prefix: Prefix, size: int) -> bool:
+        """Cut a finished sequence to a prefix and give it `size` slots. Return False if others run behind it."""
+        start, end = prefix.start, prefix.start + len(self._finished[prefix.start])
+        behind = [first for first in self._finished if end <= first < start + size]
+        if size > end - start:
+            if not self._free.would_fit(start + size - end, [(s, len(self._finished[s])) for s in behind], at=end):
+                return False
+            for first in behind:
+                self._evict(first)
+            self._free.take(start + size - end, at=end)
+        else:
+            self._free.give(start + size, end - start - size)
+        del self._finished[start]
+        self._urgent.pop(start, None)
+        self._runner.cut(start, prefix.length, size)
+        return True
 
     def begin_loading(self, sequence: RunningSequence, num_known: int) -> bool:
         """Begin to load a stored prefix of a sequence's prompt, if it saves enough. Return whether it does.
@@ -100,6 +128,8 @@ class KVSlots:
         if longest is None or longest[0] - num_known < max(1, self._prefix_store.min_tokens // 4):
             return False
         self._loading[sequence] = StoredPrefix(longest[0], self._prefix_store.read(longest[1]))
+        if self._runner.committed_length(sequence.start):  # a shorter prefix whose slots it took over
+            self._reopen(sequence)
         return True
 
     def is_loading(self, sequence: RunningSequence) -> bool:
@@ -122,10 +152,14 @@ class KVSlots:
             self._runner.load(sequence.start, sequence.request.prompt[: stored.length], tensors)
         except Exception as error:
             log.warning("A stored prefix cannot be loaded: %s", describe(error))
-            self._runner.close(sequence.start, zero_slots=True)
-            self._runner.open(sequence.start, sequence.capacity)
+            self._reopen(sequence, zero_slots=True)
         else:
             sequence.request.num_prefilled = sequence.request.stats.remembered = stored.length
+
+    def _reopen(self, sequence: RunningSequence, zero_slots: bool = False) -> None:
+        """Let a sequence begin anew."""
+        self._runner.close(sequence.start, zero_slots)
+        self._runner.open(sequence.start, sequence.capacity)
 
     def is_finished(self, start: int) -> bool:
         """Return whether this is a finished sequence."""
@@ -206,12 +240,18 @@ class FreeSlots:
     def __init__(self, total: int) -> None:
         self._ranges: list[tuple[int, int]] = [(0, total)] if total else []  # (first slot, count), in order, apart
 
-    def take(self, count: int) -> int | None:
-        """Allocate `count` slots. Return the first of them, or None if no free range is long enough."""
+    def take(self, count: int, at: int | None = None) -> int | None:
+        """Allocate `count` slots. Return the first of them, or None if no free range is long enough.
+
+        Args:
+            at: First slot that they must have; None takes any.
+        """
         for i, (first, size) in enumerate(self._ranges):
-            if size >= count:
-                self._ranges[i : i + 1] = [(first + count, size - count)] if size > count else []
-                return first
+            start = first if at is None else at
+            before, after = start - first, first + size - start - count
+            if before >= 0 and after >= 0:
+                self._ranges[i : i + 1] = [part for part in ((first, before), (start + count, after)) if part[1]]
+                return start
         return None
 
     def give(self, first: int, count: int) -> None:
@@ -227,12 +267,12 @@ class FreeSlots:
                 if start + size == after:
                     self._ranges[left : left + 2] = [(start, size + more)]
 
-    def would_fit(self, count: int, freed: Iterable[tuple[int, int]]) -> bool:
-        """Return whether `take` would succeed if these ranges were free as well."""
+    def would_fit(self, count: int, freed: Iterable[tuple[int, int]], at: int | None = None) -> bool:
+        """Return whether `take` would succeed if these ranges, in any order, were free as well."""
         trial = FreeSlots(0)
         for first, size in sorted([*self._ranges, *freed]):
             trial.give(first, size)
-        return trial.take(count) is not None
+        return trial.take(count, at) is not None
 
 
 class PrefixIndex:
@@ -370,12 +410,14 @@ class Memory:
     def usual_slots(self, prefix_tokens: int, most: int | None) -> int:
         """Return the slots for a machine that other programs use as well.
 
-        These are at most `most`, or without it as many as `slots` wants, and no more than fit into USUAL_BYTES. One
-        sequence of the greatest length has room in any case, unless it needs more than `SHARE` of the free memory.
+        These are at most `most`, or without it as many as `slots` wants, and no more than fit into USUAL_BYTES or
+        USUAL_SHARE of the free memory. One sequence of the greatest length has room in any case, unless it needs more
+        than `SHARE` of the free memory.
         """
         wanted = self._full(prefix_tokens) if most is None else most
         least = self.bytes(min(wanted, self._max_sequence_slots))
-        return self._fitting(wanted, min(int(SHARE * free_bytes(self.target.device)), max(USUAL_BYTES, least)))
+        free = free_bytes(self.target.device)
+        return self._fitting(wanted, min(int(SHARE * free), max(USUAL_BYTES, int(USUAL_SHARE * free), least)))
 
     def _full(self, prefix_tokens: int) -> int:
         """Return the slots for a full batch of the longest sequences and for kept prefixes."""

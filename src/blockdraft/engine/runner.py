@@ -129,6 +129,12 @@ class Runner:
         for store in self._stores:
             store.shrink(start, capacity)
 
+    def cut(self, start: int, length: int, capacity: int) -> None:
+        """Keep the first `length` tokens of a sequence, as many as `reusable` says, and give it `capacity` KV slots."""
+        self.shrink(start, length)
+        for store in self._stores:
+            store.grow(start, capacity)
+
     def copy(self, source: int, start: int, length: int) -> None:
         """Copy the first `length` tokens of a sequence, as many as `reusable` says, to another, which is empty."""
         self.catch_up()

@@ -189,11 +189,12 @@ class Scheduler:
     def _start(self, request: Request) -> bool:
         """Admit a request if there are KV slots for it. Return whether there are."""
         prefix = self._kv_slots.longest_prefix(request)
-        start = self._kv_slots.allocate(request)
-        if start is None:
+        allocated = self._kv_slots.allocate(request, prefix)
+        if allocated is None:
             return False
-        source, num_known = None, 0  # tokens that need not wait for the prefill of a long request
-        if prefix is not None:
+        start, num_held = allocated
+        source, num_known = None, num_held  # tokens that need not wait for the prefill of a long request
+        if prefix is not None and not num_held:
             source = next((other for other in self._sequences if other.start == prefix.start), None)
             if source is not None:
                 num_known = prefix.length if source.short else min(prefix.length, source.prefilled)
@@ -205,7 +206,10 @@ class Scheduler:
         if prefix is not None and not sequence.short:
             num_known = prefix.length
         if not self._kv_slots.begin_loading(sequence, num_known) and prefix is not None:
-            self._sources[sequence] = Source(source, prefix.start, num_known)
+            if num_held:
+                request.num_prefilled = request.stats.remembered = num_held
+            else:
+                self._sources[sequence] = Source(source, prefix.start, num_known)
         if request.urgent:
             self._typing_until = time.monotonic() + TYPING_SECONDS
         self._sequences.append(sequence)

@@ -87,6 +87,13 @@ class SequenceState:
             state.shrink(start, capacity)
         self._capacities[start], self.values[start] = capacity, self.cut(self.values[start], capacity)
 
+    def grow(self, start: int, capacity: int) -> None:
+        """Give a sequence `capacity` KV slots. Those behind its own must belong to no open sequence."""
+        assert capacity >= self._capacities[start]
+        for state in self.inner:
+            state.grow(start, capacity)
+        self._capacities[start] = capacity
+
     def copy(self, source: int, start: int, length: int) -> None:
         """Copy the first `length` tokens of sequence `source`, or all if it has fewer, to an empty sequence."""
         assert length <= self._capacities[start]

@@ -108,8 +108,8 @@ class ServeSettings:
     cache_tokens: Annotated[Count | None, Flag(metavar="TOKENS", panel=LIMITS)] = Field(
         None,
         description="Tokens of all requests and kept prefixes together; requests that do not fit wait. By default four "
-        "times the context, or 65536 if that is more, on a CPU, and fewer if these take more than 1.5 GiB; elsewhere "
-        "room for all requests of a full batch.",
+        "times the context, or 65536 if that is more, on a CPU, and fewer if these take more than 1.5 GiB and a "
+        "quarter of the free memory; elsewhere room for all requests of a full batch.",
     )
     temperature: Annotated[Amount, Flag(metavar="T", panel="Sampling")] = Field(
         1.0, description="Temperature of requests that set none, as in OpenAI's API; 0 decodes greedily."

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 COMPILERS = ("gcc", "cc", "clang")
 NATIVE = "-march=native"
 ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # a compiler may lack options; the last has one thread
-LONGEST_SECONDS = 120.0  # of the compiler
+LONGEST_SECONDS = 600.0  # of the compiler
 SILENT_SECONDS = 1.5  # wait before a message is logged
 LOGGING = threading.Lock()  # lets only one thread log the message
 

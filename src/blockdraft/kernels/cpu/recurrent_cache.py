@@ -153,15 +153,25 @@ class CompiledRecurrentCache(KVCache):
                 self._forget(start)
 
     def shrink(self, start: int, capacity: int) -> None:
-        """Free a sequence's KV slots from the `capacity`th on, which hold no tokens.
+        """Free a sequence's KV slots from the `capacity`th on, and the tokens in them.
 
-        Without room for more tokens, the state becomes a checkpoint. Such a sequence can be copied, and takes part in
-        no forward pass any more.
+        It holds `capacity` tokens at most, or there is a checkpoint after so many. Without room for more tokens, the
+        state becomes a checkpoint. Such a sequence can be copied, and takes part in no forward pass until it grows.
         """
-        assert self._lengths[start] <= capacity, "a recurrent state cannot be truncated"
+        if self._lengths[start] > capacity:
+            self._checkpoint_at(start, capacity)
+            self._rows.pop(start, None)
+            for count in self._lengths_kept(start):
+                if count > capacity:
+                    del self._checkpoints[start, count]
         super().shrink(start, capacity)
         if capacity == self._lengths[start] and start in self._rows:
             self._keep(start, self._rows.pop(start))
+
+    def grow(self, start: int, capacity: int) -> None:
+        super().grow(start, capacity)
+        if start not in self._rows and self._lengths[start]:
+            self._adopt(start, self._checkpoint_at(start, self._lengths[start]))
 
     def reusable(self, start: int, length: int) -> int:
         own = [count for count in self._lengths_kept(start) if count <= length]
