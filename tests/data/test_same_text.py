@@ -11,7 +11,8 @@ from blockdraft.chat_text import encode_chat
 from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.records import ChatRecord, parse_record
 from blockdraft.data.settings import RecordSettings
-from blockdraft.serving.openai.chat import ChatRequest, template_messages, template_tools
+from blockdraft.serving.openai.chat import ChatRequest, offered_tools, template_messages
+from blockdraft.serving.openai.tool_choice import choose_tools
 from blockdraft.targets import BUNDLED
 
 CALLS = (
@@ -54,5 +55,7 @@ def test_the_same_tokens(tokenizer: PreTrainedTokenizerBase, template: str, chat
     record = parse_record(chat, RecordSettings())
     assert isinstance(record, ChatRecord)
     request = ChatRequest.model_validate({"model": "m", **chat})
-    served = encode_chat(tokenizer, template_messages(request.messages), template_tools(request.tools))
+    served = encode_chat(
+        tokenizer, template_messages(request.messages), choose_tools(None, offered_tools(request.tools))[1]
+    )
     assert ChatEncoder(tokenizer, frozenset()).prompt(record.messages, record.tools) == served

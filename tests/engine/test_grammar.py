@@ -23,7 +23,7 @@ from blockdraft.decode.distributions import Distributions
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine
-from blockdraft.engine.grammar import AnswerGrammar
+from blockdraft.engine.grammar import AnswerGrammar, compile_schema
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Grammar, RequestDrafting, SamplingParams
@@ -267,12 +267,24 @@ def test_only_tokens_of_both_target_and_tokenizer_are_possible(
     ("grammar", "message"),
     [
         (Grammar("json_schema", "{"), "not valid JSON"),
-        (Grammar("json_schema", "[]"), "Expecting object"),
-        (Grammar("json_schema", '{"type": "objec"}'), "Invalid type: objec"),
+        (Grammar("json_schema", "[]"), "schema must be an object or true, got \\[]"),
+        (Grammar("json_schema", '{"type": "objec"}'), '"type" at # must be one of "null".*, got "objec"'),
+        (Grammar("json_schema", '{"items": {"minLength": -1}}'), '"minLength" at #/items must be a whole number'),
+        (Grammar("json_schema", '{"properties": {"a b": 5}}'), '"properties" at # must be an object of names and'),
+        (Grammar("json_schema", '{"$ref": 5}'), '"\\$ref" at # must be a text, got 5'),
+        (Grammar("json_schema", '{"const": 1e400}'), "infinite or NaN, which JSON lacks"),
+        (Grammar("json_schema", '{"const": NaN}'), "infinite or NaN, which JSON lacks"),
         (Grammar("json_schema", "false"), "false allows no value"),
-        (Grammar("json_schema", '{"not": {}}'), "Unimplemented"),
-        (Grammar("json_schema", '{"uniqueItems": true, "format": "path"}'), "Unimplemented"),
-        (Grammar("json_schema", '{"enum": []}'), "Unsatisfiable"),
+        (Grammar("json_schema", '{"not": {}}'), 'no grammar expresses "not" as the schema has them'),
+        (Grammar("json_schema", '{"uniqueItems": true, "format": "path"}'), 'no grammar expresses "uniqueItems"'),
+        (Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'), 'replace "oneOf" by "anyOf"'),
+        (Grammar("json_schema", '{"enum": []}'), 'no value fits "enum" at #'),
+        (
+            Grammar("json_schema", '{"type": "integer", "minimum": 5, "maximum": 1}'),
+            'no value fits "type", "minimum", "maximum" at #; change them',
+        ),
+        (Grammar("json_schema", '{"type": "string", "pattern": "a", "format": "date"}'), '"pattern", "format" at #'),
+        (Grammar("json_schema", '{"$ref": "#/$defs/f", "$defs": {"f": false}}'), "never ends"),
         (
             Grammar("json_schema", json.dumps({"items": closed("^a$")})),
             "match only names in properties; leave them out",
@@ -281,7 +293,7 @@ def test_only_tokens_of_both_target_and_tokenizer_are_possible(
         (Grammar("json_schema", '{"$ref": "http://127.0.0.1/schema"}'), "points to nothing"),
         (Grammar("json_schema", '{"type": "array", "items": ' * 300 + "{}" + "}" * 300), "recursion limit"),
         (Grammar("regex", "("), "unclosed group"),
-        (Grammar("regex", r"[^\x00-\U0010FFFF]"), "NoExtension"),
+        (Grammar("regex", r"[^\x00-\U0010FFFF]"), "no text fits it"),
         (Grammar("lark", "nope"), "Expected"),
     ],
 )
@@ -307,6 +319,21 @@ def test_unknown_formats_say_nothing(target: Target) -> None:
     assert json.loads(found.text) == {"a": "x"}
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "array", "minItems": 1.0, "maxItems": 1.0, "items": {"enum": [1]}}, "[1]"),
+        ({"type": "object", "minProperties": 1.0, "properties": {"minItems": {"enum": ["x"]}}}, '{"minItems": "x"}'),
+        ({"$id": "http://a/", "allOf": [{"$id": "b", "$defs": {"c": {"enum": ["x"]}}, "$ref": "#/$defs/c"}]}, '"x"'),
+    ],
+)
+def test_schemas_as_other_programs_write_them(schema: Any, text: str) -> None:
+    schema = schema | ({"additionalProperties": False} if "properties" in schema else {})
+    library = pytest.importorskip("llguidance")
+    matcher = library.LLMatcher(library.LLTokenizer("byte"), compile_schema(json.dumps(schema)), log_level=0)
+    assert matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
 @pytest.mark.slow
 def test_a_huge_schema_is_refused_or_followed(target: Target) -> None:
     many = {str(i): {"type": "string", "pattern": f"a{{{i}}}"} for i in range(500)}
@@ -314,7 +341,7 @@ def test_a_huge_schema_is_refused_or_followed(target: Target) -> None:
         schema = json.dumps({"type": "object", "properties": many, "required": [*many]})
         [found] = engine.generate([[5]], params(Grammar("json_schema", schema), max_new_tokens=9))
         assert found.finish_reason == "length" and found.text.startswith("{")
-        with pytest.raises(UsageError, match="too big"):
+        with pytest.raises(UsageError, match="exceeds the limits of the grammar's parser; make it smaller"):
             engine.submit(
                 [5], params(Grammar("json_schema", json.dumps({"enum": [str(i) * 40 for i in range(60000)]})))
             )

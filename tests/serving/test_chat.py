@@ -317,7 +317,7 @@ def test_json_object_format(client: Any) -> None:
     assert text.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "http://other.example/schema"}, False])
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, False])
 def test_impossible_schemas_are_refused(client: Any, schema: Any) -> None:
     how = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"model": "tiny", "messages": CHAT, "response_format": how}

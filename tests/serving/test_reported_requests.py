@@ -19,7 +19,6 @@ from scripted import ScriptedService, finished
 from serving_client import MODEL, Client
 
 from blockdraft.engine import Engine
-from blockdraft.errors import UsageError
 from blockdraft.serving import anthropic, infill, ollama, schemas, streaming
 from blockdraft.serving.openai import chat, completions, responses, utilities
 from blockdraft.serving.request import TextDelta, ToolChoice
@@ -191,6 +190,7 @@ LOOK_AROUND = r"^(?!\.)[a-z]+$"
         ({"type": "string", "pattern": LOOK_AROUND, "maxLength": 3}, "pattern"),
         ({"type": "array", "items": {"enum": [1]}, "maxItems": 2, "uniqueItems": True}, "uniqueItems"),
         ({"type": "object", "patternProperties": {LOOK_AROUND: {}}, "maxProperties": 0}, "patternProperties"),
+        ({"$ref": "https://example.com/x.json", "enum": [1]}, "$ref"),
     ],
 )
 def test_only_a_strict_format_refuses_what_no_grammar_expresses(
@@ -293,11 +293,45 @@ def test_a_choice_without_a_name_is_named(client: Client, set_template: Callable
     assert answer.status_code == 400 and "tool_choice" in answer.text and "is missing" in answer.text, answer.text
 
 
-def test_allowed_tools_must_be_offered() -> None:
-    given = {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "function": {"name": "h"}}]}}
-    body = chat.ChatRequest.model_validate({"messages": [USER], "tools": [F, G], "tool_choice": given})
-    with pytest.raises(UsageError, match="allows 'h'; the tools are f, g"):
-        body.to_request(0.0)
+PATCH = {"type": "custom", "custom": {"name": "p"}}
+UNCLEAR = [
+    (
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "name": "h"}]}},
+        "'h'; the tools are f",
+    ),
+    ({"type": "allowed_tools"}, "tools is missing or empty"),
+    ({"type": "allowed_tools", "mode": "required", "tools": []}, "tools is missing or empty"),
+    ({"type": "allowed_tools", "allowed_tools": {}}, "tools is missing or empty"),
+    ({"type": "allowed_tools", "tools": [{"type": "function"}]}, "allows ''; the tools are f"),
+    ({"type": "allowed_tools", "tools": [{"type": "custom", "name": "f"}]}, "'f' as a custom tool; its type is 'func"),
+    ({"type": "custom", "custom": {"name": "f"}}, "names 'f' as a custom tool; its type is 'function'"),
+    ({"type": "custom", "name": "f"}, "names 'f' as a custom tool; its type is 'function'"),
+    ({"type": "function", "function": {"name": "p"}}, "names 'p' as a function tool; its type is 'custom'"),
+]
+
+
+@pytest.mark.parametrize(("choice", "message"), UNCLEAR)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
+def test_unclear_choices_are_refused(shared_client: Client, path: str, choice: Any, message: str) -> None:
+    tools = [F, G, PATCH]
+    if path == "/v1/responses":
+        tools = [{"type": tool["type"], **tool[str(tool["type"])]} for tool in tools]  # type: ignore[dict-item]
+    answer = ask(shared_client, path, tools=tools, tool_choice=choice)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message" if path[1] == "v" else slice(None)]
+
+
+def test_tools_have_the_body_of_their_type(shared_client: Client) -> None:
+    for path in ("/v1/chat/completions", "/api/chat"):
+        for tool in (PATCH | {"type": "function"}, F | {"type": "custom"}):
+            answer = ask(shared_client, path, tools=[tool])
+            assert answer.status_code == 400 and f"{tool['type']} tool without {tool['type']}" in answer.text
+
+
+def test_a_call_may_be_required_in_ollamas_api(client: Client, set_template: Callable[[str], None]) -> None:
+    set_template(HERMES)
+    for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+        answer = ask(client, "/api/chat", tools=[G], tool_choice=choice).json()
+        assert answer["message"]["tool_calls"][0]["function"]["name"] == "g"
 
 
 # ---- Bodies

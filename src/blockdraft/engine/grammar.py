@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,8 +29,24 @@ if TYPE_CHECKING:  # an optional package, loaded by the first request that has a
 JSON_STYLE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}", "lenient": True}
 ERROR_LENGTH = 300
 TOO_DEEP = "the schema exceeds the recursion limit; nest it less deeply"
+BIG = "it exceeds the limits of the grammar's parser; make it smaller"
+TOO_BIG = re.compile(r"too (big|large|many)|limit for|max is")  # in llguidance's errors
 MAX_PARTS = 200  # of a wrong schema that are tried to find the fault
 LACKING = "Unimplemented keys: "  # how llguidance's warning of keywords that it lacks begins
+WHOLE = "a whole number of at least 0"
+COUNTS = frozenset(f"{end}{what}" for end in ("min", "max") for what in ("Items", "Length", "Properties", "Contains"))
+# What the value of a keyword must be.
+EXPECTED = dict.fromkeys(COUNTS, WHOLE) | {
+    "type": 'one of "null", "boolean", "integer", "number", "string", "array" and "object", or a list of them',
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "a list of schemas, which are objects or booleans"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "a number"),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), "an object of names and schemas"),
+    **dict.fromkeys(("items", "additionalItems", "additionalProperties"), "a schema, which is an object or a boolean"),
+    **dict.fromkeys(("$ref", "pattern", "format"), "a text"),
+    "enum": "a list",
+    "required": "a list of names",
+    "multipleOf": "a number above 0",
+}
 SEPARATOR = re.compile(r'[\s{}\[\]",:]+')  # text of tokens between names and values
 MAX_SEPARATORS = 2  # that are remembered of each context
 FORCED_PROB = 0.95  # assumed acceptance of forced tokens, since the target may divide the text into other tokens
@@ -150,7 +167,11 @@ class AnswerGrammar:
         if self._mask(matcher) is not None:
             return None
         why = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
-        return why[:ERROR_LENGTH] or "no token of the target continues it"
+        if TOO_BIG.search(why):
+            return BIG
+        return (
+            "no text fits it" if "NoExtension" in why else why[:ERROR_LENGTH] or "no token of the target continues it"
+        )
 
     def _mask(self, matcher: LLMatcher) -> Tensor | None:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -186,7 +207,7 @@ def compile_schema(schema: str) -> str:
     try:
         value = json.loads(schema)
         checked = checked_schema(value)
-        text = json.dumps(checked)
+        text = _as_json(checked)
     except json.JSONDecodeError as error:
         raise ValueError(f"the schema is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -195,11 +216,18 @@ def compile_schema(schema: str) -> str:
         names = list(useless["patternProperties"])
         raise ValueError(f"patternProperties {names} match only names in properties; leave them out")
     compiled, warnings = _validate(text)
-    if warnings:
-        endless = "" if checked == value else _endless(value)
-        text = " ".join(" ".join([endless, *warnings]).split())[:ERROR_LENGTH]
-        raise ValueError(text if LACKING in text else f"{text}{_fault(checked)}")
-    return compiled
+    if not warnings:
+        return compiled
+    is_empty = any("Unsatisfiable" in warning for warning in warnings)
+    endless = endless_references(with_pointers(value)) if is_empty else set()
+    raise ValueError(_endless(endless) if endless else _explain(checked, warnings, is_empty))
+
+
+def _as_json(schema: Any) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("the schema holds a number that is infinite or NaN, which JSON lacks; change it") from error
 
 
 def _validate(schema: str) -> tuple[str, list[str]]:
@@ -210,8 +238,33 @@ def _validate(schema: str) -> tuple[str, list[str]]:
     return compiled, [warning for warning in warnings if not warning.startswith("Unknown format: ")]
 
 
-def _fault(schema: Any) -> str:
-    """Return, as the end of a message, which keywords of the smallest wrong part are at fault, and where it stands."""
+def _explain(checked: Any, warnings: Sequence[str], is_empty: bool) -> str:
+    """Return what is wrong with a schema: which keywords, where, and what to change.
+
+    Args:
+        warnings: Those of llguidance.
+        is_empty: Whether no value fits the schema.
+    """
+    lacking = sorted(_lacking(warnings))
+    if all(warning.startswith((LACKING, "oneOf")) for warning in warnings):
+        remedy = "leave them out" + (', and replace "oneOf" by "anyOf"' if "oneOf" in lacking else "")
+        return f"no grammar expresses {_quoted(lacking)} as the schema has them; {remedy}"
+    if not is_empty and any(map(TOO_BIG.search, warnings)):
+        return BIG
+    part, place, keys = _fault(checked)
+    if is_empty:
+        return f"no value fits {_quoted(keys)} at {place}; change them"
+    if len(keys) == 1 and keys[0] in EXPECTED:
+        return f'"{keys[0]}" at {place} must be {EXPECTED[keys[0]]}, got {json.dumps(part[keys[0]])[:80]}'
+    return f"{_quoted(keys)} at {place} cannot be followed; change them"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name[:80]}"' for name in names)
+
+
+def _fault(schema: dict[str, Any]) -> tuple[dict[str, Any], str, list[str]]:
+    """Return the smallest wrong part of a schema, where it stands, and which of its keywords are at fault."""
 
     def is_wrong(part: dict[str, Any]) -> bool:
         warnings = _validate(json.dumps(without_references(part)))[1]
@@ -225,14 +278,16 @@ def _fault(schema: Any) -> str:
     for path, part in sorted(walk(schema), key=lambda entry: -len(entry[0]))[:MAX_PARTS]:
         if is_wrong(part):
             alone = [key for key in part if not is_wrong({name: part[name] for name in part if name != key})]
-            return f" ({', '.join(alone or part)} at {pointer(path)})"
-    return " ($ref, by what it points to)" if any("$ref" in part for _, part in walk(schema)) else ""
+            return part, unquote(pointer(path)), alone or list(part)
+    path, part = next(((path, part) for path, part in walk(schema) if "$ref" in part), ((), schema))
+    return part, unquote(pointer(path)), ["$ref"] if "$ref" in part else list(part)  # by what it points to
 
 
 def checked_schema(schema: Any) -> Any:
     """Return a schema as llguidance takes it.
 
-    References become pointers, which are percent-encoded. Those of which no value is finite become `false`.
+    References become pointers, which are percent-encoded. Those of which no value is finite become `false`. Counts
+    become whole numbers, since some programs write 1 as 1.0.
 
     Raises:
         ValueError: The schema allows no value, or a reference, pattern or type in it cannot be followed.
@@ -240,12 +295,14 @@ def checked_schema(schema: Any) -> Any:
     if schema is False:
         raise ValueError("the schema false allows no value; give another")
     if not isinstance(schema, dict | bool):
-        raise ValueError(f"Expecting object or true as a schema, got a {type(schema).__name__}")
-    checked = with_pointers({} if schema is True else schema)
+        raise ValueError(f"the schema must be an object or true, got {json.dumps(schema)[:80]}")
+    checked = _with_whole_counts(with_pointers({} if schema is True else schema))
     references = References(checked)
-    for _, part in walk(checked):
-        reference, pattern = part.get("$ref"), part.get("pattern")
-        if isinstance(reference, str) and references.path(reference) is None:
+    for path, part in walk(checked):
+        reference, pattern = part.get("$ref", "#"), part.get("pattern")
+        if not isinstance(reference, str):
+            raise ValueError(f'"$ref" at {unquote(pointer(path))} must be a text, got {json.dumps(reference)[:80]}')
+        if references.path(reference) is None:
             raise ValueError(f'"$ref" {reference[:80]!r} points to nothing in the schema; add what it names to "$defs"')
         names = part.get("patternProperties")
         names = names if isinstance(names, dict) else {}
@@ -262,14 +319,20 @@ def checked_schema(schema: Any) -> Any:
     if not endless:
         return checked
     if (ending := change(checked)) is False:
-        raise ValueError(_endless(schema))
+        raise ValueError(_endless(endless))
     return ending
 
 
-def _endless(schema: Any) -> str:
-    """Return a message if a reference has no finite value, else an empty text."""
-    names = sorted(endless_references(schema)) if isinstance(schema, dict) else []
-    return f'"$ref" {names[0][:80]!r} never ends, since each value holds another one; add an end.' if names else ""
+def _endless(references: set[str]) -> str:
+    return f'"$ref" {unquote(min(references))[:80]!r} never ends, since each value holds another one; add an end'
+
+
+def _with_whole_counts(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    counts = {key: value for key, value in schema.items() if key in COUNTS and isinstance(value, float)}
+    counts = {key: int(value) for key, value in counts.items() if value.is_integer()}
+    return map_parts(schema, _with_whole_counts) | counts
 
 
 @lru_cache(maxsize=1024)
@@ -283,17 +346,17 @@ def _pattern_error(pattern: str) -> str | None:
 def relax(text: str, references: bool = False) -> tuple[str, tuple[str, ...]]:
     """Return a JSON schema without what llguidance cannot enforce, and each keyword left out with its value.
 
-    `oneOf` becomes `anyOf` where llguidance cannot tell the options apart.
+    References to other documents are left out too. `oneOf` becomes `anyOf` where llguidance cannot tell the options
+    apart.
 
     Args:
-        references: Whether references that point outside of the schema are left out as well.
+        references: Whether references that point to nothing in the schema itself are left out as well.
 
     Raises:
         ValueError: The schema is wrong, whatever is left out.
     """
     dropped: dict[str, None] = {}  # in order, each once
     schema = json.loads(text)
-    known = References(schema)
 
     def drop(part: dict[str, Any], key: str, value: Any) -> None:
         dropped[f"{key} {json.dumps(value, ensure_ascii=False)[:80]}"] = None
@@ -311,7 +374,8 @@ def relax(text: str, references: bool = False) -> tuple[str, tuple[str, ...]]:
             if not _has_useless_patterns({**part, "patternProperties": patterns}):
                 part.pop("additionalProperties", None)  # would forbid the names that match
         reference = part.get("$ref")
-        if references and isinstance(reference, str) and known.path(reference) is None:
+        is_missing = isinstance(reference, str) and known.path(reference) is None
+        if is_missing and (references or not reference.startswith("#")):
             drop(part, "$ref", reference)
         return part
 
@@ -328,9 +392,11 @@ def relax(text: str, references: bool = False) -> tuple[str, tuple[str, ...]]:
         return part
 
     try:
+        schema = with_pointers(schema)
+        known = References(schema)
         schema = change(schema)
         while True:
-            relaxed = json.dumps(checked_schema(schema))
+            relaxed = _as_json(checked_schema(schema))
             names = _lacking(_validate(relaxed)[1])
             before, schema = schema, without(schema, names)
             if schema == before:

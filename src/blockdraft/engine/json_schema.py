@@ -65,8 +65,10 @@ def pointer(path: Path) -> str:
 class References:
     """The references of a schema: pointers such as "#/$defs/a", anchors such as "#a", and ids.
 
+    A reference is relative to the id of the nearest schema around it that has one.
+
     Args:
-        root: The schema to which pointers are relative.
+        root: The whole schema.
     """
 
     def __init__(self, root: Any) -> None:
@@ -74,27 +76,34 @@ class References:
 
     @cached_property
     def _named(self) -> dict[str, Path]:
-        """Paths of the schemas that have an anchor or an id."""
-        named, base = dict[str, Path](), self._id(self._root)
-        for path, schema in walk(self._root):
-            anchor = schema.get("$anchor")
-            for text in (f"#{anchor}" if isinstance(anchor, str) else "", self._id(schema)):
-                with suppress(ValueError):  # no URI
-                    named.setdefault(urljoin(base, text), path)
+        """Paths of the schemas that have an anchor or an id, by its URI."""
+        named = dict[str, Path]()
+        stack: list[tuple[Path, str, Any]] = [((), "", self._root)]
+        while stack:
+            path, base, schema = stack.pop()
+            if isinstance(schema, dict):
+                base = base_uri(base, schema)
+                if isinstance(own := schema.get("$id"), str):
+                    _, mark, name = own.rstrip("#").partition("#")  # a name where draft 7 has an anchor
+                    named.setdefault(base + mark + name, path)
+                if isinstance(anchor := schema.get("$anchor"), str):
+                    named.setdefault(f"{base}#{anchor}", path)
+                stack += [((*path, *inner), base, part) for inner, part in parts(schema)]
         return named
 
-    @staticmethod
-    def _id(schema: Any) -> str:
-        value = schema.get("$id") if isinstance(schema, dict) else None
-        return value if isinstance(value, str) else ""
+    def path(self, reference: str, base: str | None = None) -> Path | None:
+        """Return the path to which a reference points, or None if that is nothing in the schema.
 
-    def path(self, reference: str) -> Path | None:
-        """Return the path to which a reference points, or None if that is nothing in the schema."""
+        Args:
+            base: URI to which the reference is relative; None is that of the root.
+        """
+        base = base_uri("", self._root) if base is None else base
         document, _, fragment = reference.partition("#")
         try:
-            start = self._named.get(urljoin(self._id(self._root), document)) if document else ()
+            uri = urljoin(base, document)
+            start = self._named.get(uri, () if uri == base_uri("", self._root) else None)
             if fragment and not fragment.startswith("/"):
-                return self._named.get(urljoin(self._id(self._root), reference))
+                return self._named.get(f"{uri}#{fragment}")
         except ValueError:  # no URI
             return None
         if start is None:
@@ -127,6 +136,18 @@ class References:
         return tuple(path)
 
 
+def base_uri(base: str, schema: Any) -> str:
+    """Return the URI to which references inside of a schema are relative.
+
+    Args:
+        base: URI to which the schema's own id is relative.
+    """
+    own = schema.get("$id") if isinstance(schema, dict) else None
+    with suppress(ValueError):  # no URI
+        return urljoin(base, own.partition("#")[0]) if isinstance(own, str) else base
+    return base
+
+
 def with_pointers(root: Any, prefix: Path = ()) -> Any:
     """Return a schema whose references are all pointers, and which names no ids and anchors.
 
@@ -137,20 +158,25 @@ def with_pointers(root: Any, prefix: Path = ()) -> Any:
     """
     references = References(root)
 
-    def change(schema: Any) -> Any:
+    def change(schema: Any, base: str) -> Any:
         if not isinstance(schema, dict):
             return schema
+        base = base_uri(base, schema)
         result = {key: value for key, value in schema.items() if key not in ("$id", "$anchor")}
         if isinstance(reference := schema.get("$ref"), str):
-            path = references.path(reference)
+            path = references.path(reference, base)
             result["$ref"] = reference if path is None else pointer((*prefix, *path))
-        return map_parts(result, change)
+        return map_parts(result, lambda part: change(part, base))
 
-    return change(root)
+    return change(root, "")
 
 
 def endless_references(root: Any) -> set[str]:
-    """Return the references to schemas of which no value is finite, such as one that refers to itself."""
+    """Return the references to schemas of which no value is finite, such as one that refers to itself.
+
+    Args:
+        root: Schema whose references are pointers.
+    """
     references = References(root)
     names = {schema["$ref"] for _, schema in walk(root) if isinstance(schema.get("$ref"), str)}
     ending = set[str]()  # references known to have a finite value
@@ -158,24 +184,34 @@ def endless_references(root: Any) -> set[str]:
 
     def ends(schema: Any) -> bool:
         if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
-            return True
+            return schema is not False
         if isinstance(name := schema.get("$ref"), str) and not reference_ends(name):
             return False
-        for key in ("anyOf", "oneOf"):
-            options = schema.get(key)
-            if isinstance(options, list) and options and not any(map(ends, options)):
-                return False
-        needed = list(schema["allOf"]) if isinstance(schema.get("allOf"), list) else []
-        kinds = schema.get("type", ["array", "object"])
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-        if kinds == ["object"] and isinstance(properties := schema.get("properties"), dict):
-            required = schema.get("required")
-            known = required if isinstance(required, list) else []
-            needed += [properties[name] for name in known if isinstance(name, str) and name in properties]
-        if kinds == ["array"] and isinstance(least := schema.get("minItems"), int | float) and least > 0:
-            first = schema.get("prefixItems")
-            needed += first[: int(min(least, len(first)))] if isinstance(first, list) else [schema.get("items", True)]
-        return all(map(ends, needed))
+        if not all(any(map(ends, options)) for key in ("anyOf", "oneOf") if (options := _list(schema, key))):
+            return False
+        kinds = _list(schema, "type") or [schema.get("type")]
+        if not any(kind_ends[kind](schema) if kind in ("array", "object") else True for kind in kinds):
+            return False
+        return all(map(ends, _list(schema, "allOf")))
+
+    def array_ends(schema: dict[str, Any]) -> bool:
+        first, items = _list(schema, "prefixItems"), schema.get("items", True)
+        if isinstance(items, list):  # draft 7's name of prefixItems
+            first, items = items, schema.get("additionalItems", True)
+        least = _count(schema, "minItems", 0)
+        if "contains" in schema and _count(schema, "minContains", 1) > 0 and not ends(schema["contains"]):
+            return False
+        return all(map(ends, first[:least])) and (least <= len(first) or ends(items))
+
+    def object_ends(schema: dict[str, Any]) -> bool:
+        named, patterns = _table(schema, "properties"), _table(schema, "patternProperties")
+        others = any(map(ends, [schema.get("additionalProperties", True), *patterns.values()]))
+        required = {name for name in _list(schema, "required") if isinstance(name, str)}
+        if not all(ends(named[name]) if name in named else others for name in required):
+            return False
+        return others or sum(map(ends, named.values())) >= _count(schema, "minProperties", 0)
+
+    kind_ends = {"array": array_ends, "object": object_ends}
 
     def reference_ends(name: str) -> bool:
         if name not in ending and name not in pending:
@@ -191,3 +227,18 @@ def endless_references(root: Any) -> set[str]:
         for name in names:
             reference_ends(name)
     return names - ending
+
+
+def _list(schema: dict[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _table(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    value = schema.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _count(schema: dict[str, Any], key: str, default: int) -> int:
+    value = schema.get(key, default)
+    return value if isinstance(value, int) else default

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response
 from blockdraft.engine import InfillTokens
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
-from blockdraft.serving.openai.chat import ChatTool, template_tools
+from blockdraft.serving.openai.chat import ChatTool, offered_tools
+from blockdraft.serving.openai.tool_choice import AnyToolChoice, choose_tools
 from blockdraft.serving.request import (
     ChatMessages,
     Event,
@@ -297,6 +298,7 @@ class OllamaMessage(Schema):
 class OllamaChatRequest(OllamaSchema):
     messages: Listed[OllamaMessage] = Field(default_factory=list)
     tools: Listed[ChatTool] | None = None
+    tool_choice: AnyToolChoice | None = Field(None, description="As in OpenAI's API; Ollama's has no such field.")
 
     def to_request(self, service: Service) -> GenerationRequest:
         messages = []
@@ -312,7 +314,8 @@ class OllamaChatRequest(OllamaSchema):
                     for index, call in enumerate(message.tool_calls)
                 ]
             messages.append(entry)
-        return self._request(service, ChatMessages(messages, template_tools(self.tools), template=self._variables()))
+        choice, tools = choose_tools(self.tool_choice, offered_tools(self.tools))
+        return self._request(service, ChatMessages(messages, tools, choice, template=self._variables()))
 
 
 class OllamaResponse(ApiResponse):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from blockdraft.engine.text import REPLACEMENT
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
+from blockdraft.serving.openai.tool_choice import AnyToolChoice, OfferedTool, choose_tools
 from blockdraft.serving.request import (
     ChatMessages,
     Event,
@@ -22,7 +23,6 @@ from blockdraft.serving.request import (
     Started,
     ToolCall,
     ToolCallDelta,
-    ToolChoice,
 )
 from blockdraft.serving.schemas import (
     UNLIMITED,
@@ -35,7 +35,6 @@ from blockdraft.serving.schemas import (
     Schema,
     format_grammar,
     join_text,
-    name_of_tool,
     parse_arguments,
     template_variables,
     text_tool,
@@ -147,55 +146,15 @@ class ChatTool(Schema):
     function: Function | None = None
     custom: CustomTool | None = None
 
-    def to_template(self) -> dict[str, Any]:
-        if self.custom is not None:
-            return text_tool(self.custom.name, self.custom.description, self.custom.format)
-        if self.function is None:
+    def offer(self) -> OfferedTool:
+        inner = self.custom if self.type == "custom" else self.function
+        if inner is None:
             raise UsageError(f"tools holds a {self.type} tool without {self.type}; give it.")
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
-
-
-class Named(Schema):
-    name: str
-
-
-class AllowedTools(Schema):
-    mode: Literal["auto", "required"] = "auto"
-    tools: Listed[dict[str, Any]] = []
-
-
-class ChatToolChoice(Schema):
-    """A tool that must be called, or tools to choose from (the type `allowed_tools`).
-
-    OpenAI's two APIs nest the fields differently. Both forms are accepted.
-    """
-
-    type: Literal["function", "custom", "allowed_tools"] = "function"
-    function: Named | None = None
-    custom: Named | None = None
-    allowed_tools: AllowedTools | None = None
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: Listed[dict[str, Any]] | None = None
-
-    def choose(self, offered: Sequence[dict[str, Any]]) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
-        """Return the choice, and those of the offered tools that it allows.
-
-        Raises:
-            UsageError: The choice names no tool, or one that is not offered.
-        """
-        names = [tool["function"]["name"] for tool in offered]
-        if self.type != "allowed_tools":
-            named = self.function or self.custom
-            if not (name := named.name if named else self.name):
-                raise UsageError("tool_choice.function.name is missing; name one of the tools.")
-            return ToolChoice("required", name), tuple(offered)
-        allowed = self.allowed_tools or AllowedTools(mode=self.mode or "auto", tools=self.tools or [])
-        chosen = [name_of_tool(tool) for tool in allowed.tools]
-        if unknown := [name for name in chosen if name not in names]:
-            raise UsageError(f"tool_choice allows {unknown[0][:80]!r}; the tools are {', '.join(names)[:200]}.")
-        kept = tuple(tool for tool in offered if tool["function"]["name"] in chosen)
-        return ToolChoice(allowed.mode), kept
+        if isinstance(inner, CustomTool):
+            template = text_tool(inner.name, inner.description, inner.format)
+        else:
+            template = {"type": "function", "function": inner.model_dump(exclude_none=True)}
+        return OfferedTool(inner.name, template, self.type == "custom", {"name": inner.name})
 
 
 class ChatRequest(GenerationSchema):
@@ -214,7 +173,7 @@ class ChatRequest(GenerationSchema):
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Listed[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -235,7 +194,7 @@ class ChatRequest(GenerationSchema):
             schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
             kind = "json_schema" if form.type == "json_object" and schema is not None else form.type
             grammar = format_grammar("response_format", kind, schema)
-        choice, tools = self._choose_tools()
+        choice, tools = choose_tools(self.tool_choice, offered_tools(self.tools))
         return GenerationRequest(
             prompt=ChatMessages(
                 messages=template_messages(self.messages),
@@ -256,11 +215,6 @@ class ChatRequest(GenerationSchema):
             recorded=self.store is not False,
         )
 
-    def _choose_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
-        """Return the tool choice and the tools to choose from."""
-        choice, tools = self.tool_choice or "auto", template_tools(self.tools)
-        return (ToolChoice(choice), tools) if isinstance(choice, str) else choice.choose(tools)
-
     @property
     def _num_predicted(self) -> int | None:
         if self.n_predict is None or self.n_predict < 0:
@@ -272,8 +226,8 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [message.to_template(f"messages.{number}") for number, message in enumerate(messages)]
 
 
-def template_tools(tools: Sequence[ChatTool] | None) -> tuple[dict[str, Any], ...]:
-    return tuple(tool.to_template() for tool in tools or ())
+def offered_tools(tools: Sequence[ChatTool] | None) -> list[OfferedTool]:
+    return [tool.offer() for tool in tools or ()]
 
 
 @dataclass
@@ -294,7 +248,7 @@ class ChatResponse(ChoicesResponse):
         super().__init__(service, model, body, requests)
         self._logprobs = bool(body.logprobs)
         self._no_output = body.n_predict == 0  # hides the one token that the engine generates
-        self._text_tools = {tool.custom.name for tool in body.tools or () if tool.custom}
+        self._text_tools = {tool.custom.name for tool in body.tools or () if tool.type == "custom" and tool.custom}
         self._choices: defaultdict[int, ChatChoice] = defaultdict(ChatChoice)
 
     def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:

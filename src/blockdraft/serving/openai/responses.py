@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.responses import Response
 
 from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.metrics import draft_statistics
+from blockdraft.serving.openai.tool_choice import AnyToolChoice, NamedChoice, OfferedTool, choose_tools
 from blockdraft.serving.request import (
     ChatMessages,
     Event,
@@ -25,7 +26,6 @@ from blockdraft.serving.request import (
     Started,
     ToolCall,
     ToolCallDelta,
-    ToolChoice,
 )
 from blockdraft.serving.schemas import (
     GenerationSchema,
@@ -37,7 +37,6 @@ from blockdraft.serving.schemas import (
     format_grammar,
     function_tool,
     join_text,
-    name_of_tool,
     parse_arguments,
     template_variables,
     text_tool,
@@ -240,22 +239,6 @@ def template_messages(items: str | Sequence[Item]) -> Messages:
     return messages
 
 
-class OfferedTool(NamedTuple):
-    """A tool that the model may call.
-
-    Attributes:
-        name: Name by which the model calls it, which begins with the namespace.
-        template: The tool as chat templates take it.
-        is_text: Whether it is a custom tool, whose input is a text.
-        call: Fields that identify it in calls.
-    """
-
-    name: str
-    template: dict[str, Any]
-    is_text: bool
-    call: dict[str, Any]
-
-
 def _full_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
@@ -279,33 +262,6 @@ def _offer(tool: dict[str, Any], namespace: str | None = None) -> list[OfferedTo
     if not isinstance(parameters, dict):
         raise UsageError(f"tools holds parameters of {name} that are not the JSON schema of an object; give one.")
     return [OfferedTool(full, function_tool(full, tool.get("description"), parameters), False, call)]
-
-
-class ResponsesToolChoice(Schema):
-    """A choice of tools. The type `allowed_tools` restricts it to some of the tools."""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] = "auto"
-    tools: Listed[dict[str, Any]] = []
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unnest(cls, values: Any) -> Any:
-        """Take the fields from where chat completions have them."""
-        inner = values.get(str(values.get("type"))) if isinstance(values, dict) else None
-        return {**values, **inner} if isinstance(inner, dict) else values
-
-    @property
-    def echo(self) -> dict[str, Any]:
-        """The choice as responses repeat it."""
-        named = self.type in ("function", "custom")
-        return self.model_dump(include={"type", "name"} if named else {"type", "mode", "tools"})
-
-    def allows(self, tool: OfferedTool) -> bool:
-        """Return whether a choice of the type `allowed_tools` has a tool or its namespace."""
-        names = (tool.name, tool.call["name"], tool.call.get("namespace"))
-        return any(name in names for name in map(name_of_tool, self.tools) if name)
 
 
 class TextFormat(Schema):
@@ -337,7 +293,7 @@ class ResponsesRequest(GenerationSchema):
     input: str | Listed[Item] = ""
     instructions: str | None = None
     tools: Listed[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     max_output_tokens: MaxTokens | None = None
@@ -380,11 +336,11 @@ class ResponsesRequest(GenerationSchema):
         if not messages:
             raise UsageError("input is empty; give a text, or a list of items.")
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        choice, tools = self._choose_tools()
+        choice, tools = choose_tools(self.tool_choice, self.offered)
         return GenerationRequest(
             prompt=ChatMessages(
                 messages=[*instructions, *messages],
-                tools=tuple(tool.template for tool in tools),
+                tools=tools,
                 tool_choice=choice,
                 parallel_tool_calls=self.parallel_tool_calls is not False,
                 template=template_variables(self.reasoning.effort, self.chat_template_kwargs),
@@ -397,20 +353,6 @@ class ResponsesRequest(GenerationSchema):
             speculation=self.speculation,
             recorded=self.store is not False,
         )
-
-    def _choose_tools(self) -> tuple[ToolChoice, list[OfferedTool]]:
-        """Return the tool choice and the tools to choose from."""
-        choice = self.tool_choice or "auto"
-        if isinstance(choice, str):
-            return ToolChoice(choice), self.offered
-        if choice.type in ("function", "custom"):
-            names = (tool.name for tool in self.offered if choice.name in (tool.name, tool.call["name"]))
-            if not choice.name:
-                raise UsageError("tool_choice.name is missing; name one of the tools.")
-            return ToolChoice("required", next(names, choice.name)), self.offered
-        if choice.type != "allowed_tools":
-            raise UsageError(f"tool_choice is of type {choice.type[:40]!r}; give a function, auto or required.")
-        return ToolChoice(choice.mode), [tool for tool in self.offered if choice.allows(tool)]
 
 
 class ResponsesResponse(NamedEventsResponse):
@@ -453,7 +395,7 @@ class ResponsesResponse(NamedEventsResponse):
             "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
             "store": body.store is not False,
             "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": choice.echo if isinstance(choice, ResponsesToolChoice) else choice or "auto",
+            "tool_choice": choice.echo if isinstance(choice, NamedChoice) else choice or "auto",
             "tools": [_tool_echo(tool) for tool in body.tools or () if _offer(tool)],
         }
 

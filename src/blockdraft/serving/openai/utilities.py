@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.openai.chat import ChatMessage, ChatTool, template_messages, template_tools
+from blockdraft.serving.openai.chat import ChatMessage, ChatTool, offered_tools, template_messages
+from blockdraft.serving.openai.tool_choice import choose_tools
 from blockdraft.serving.prompts import encode_messages, encode_plain, tokenizer_of
 from blockdraft.serving.request import ChatMessages
 from blockdraft.serving.schemas import Listed, Schema, TokenIds
@@ -45,7 +46,7 @@ def router(service: Service) -> APIRouter:
         if body.prompt is not None:
             ids = encode_plain(target, body.prompt, body.add_special_tokens)
         else:
-            messages, tools = template_messages(body.messages or []), template_tools(body.tools)
+            messages, (_, tools) = template_messages(body.messages or []), choose_tools(None, offered_tools(body.tools))
             chat = ChatMessages(
                 messages,
                 tools,
