@@ -95,18 +95,18 @@ RECENT: dict[str, str | None] = {
     "ministral3": None,
     "mistral4": LATENT,
     "nemotron_h": MAMBA,
-    "olmo3": "norms stand behind attention and MLP alone, and those of queries and keys span all heads",
+    "olmo3": None,
     "qwen3": None,
     "qwen3_5": None,
     "qwen3_5_moe": None,
     "qwen3_moe": None,
-    "qwen3_next": "its files hold two projections in one tensor; its folder runs compiled",
+    "qwen3_next": None,
     "qwen3_vl": None,
     "qwen3_vl_moe": None,
     "smollm3": None,
 }
 DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-NATIVE_ONLY = {"jax": {"gemma4_text", "gpt_oss", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", *DELTA_NETS}}
+NATIVE_ONLY = {"jax": {"gemma4_text", "gpt_oss", "olmo2", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", *DELTA_NETS}}
 
 
 class Cell(NamedTuple):

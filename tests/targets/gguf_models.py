@@ -184,6 +184,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         DELTA_NET_KEYS,
         {},
     ),
+    "qwen3_next": (
+        DELTA_NET
+        | EXPERTS
+        | {
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 64,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+        DELTA_NET_KEYS | EXPERT_KEYS | {"expert_shared_feed_forward_length": 64},
+        {},
+    ),
     "gpt_oss": (
         GPT_OSS | rotary(),
         GPT_OSS_KEYS,
@@ -306,6 +317,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
     "lfm2_moe": (
         CONVOLUTIONS | EXPERTS | {"num_dense_layers": 2},
         CONVOLUTION_KEYS | EXPERT_KEYS | {"leading_dense_block_count": 2, "expert_gating_func": 2},
+        {},
+    ),
+    "olmo2": ({}, {}, {}),
+    "olmo3": (
+        {
+            "sliding_window": 4,
+            "layer_types": [NEAR, FAR, NEAR],
+            "rope_parameters": {
+                FAR: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0},
+                NEAR: {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        {
+            "attention.sliding_window": 4,
+            "attention.sliding_window_pattern": [True, False, True],
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+        },
         {},
     ),
     "phi3": (

@@ -17,11 +17,13 @@ ARCHITECTURES = {
     "mistral": "llama",
     "ministral3": "mistral3",
     "lfm2_moe": "lfm2moe",
+    "olmo3": "olmo2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }  # the others are named by their model_type
@@ -163,6 +165,13 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         if model.config.model_type.startswith("qwen3_5"):
             name, tensor = as_qwen35(model.config, name, tensor)
+        if model.config.model_type == "qwen3_next":
+            if "in_proj_qkvz" in name:
+                yield from as_qwen3_next(model.config, name, tensor)
+                continue
+            plus_one = name.endswith("norm.weight") and "linear_attn" not in name
+            tensor = -tensor.exp() if name.endswith("A_log") else tensor + 1 if plus_one else tensor
+            name = name.replace(".dt_bias", ".dt_proj.bias")
         if model.config.model_type == "gpt_oss":
             yield from as_gpt_oss(name, tensor)
             continue
@@ -207,6 +216,17 @@ def as_qwen35(config: Any, name: str, tensor: Tensor) -> tuple[str, Tensor]:
     if name.endswith("A_log"):
         return name, -tensor.exp()
     return name.replace(".dt_bias", ".dt_proj.bias"), tensor
+
+
+def as_qwen3_next(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the projections of a delta net of Qwen3-Next as in files: key heads apart only in the gates."""
+    heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    parts = tensor.view(heads, -1, tensor.size(1)).split([keys, keys, values, values], dim=1)
+    queries, keys_of, values_of, gates = (part.flatten(0, 1) for part in parts)
+    place = name.removesuffix("in_proj_qkvz.weight")
+    yield f"{place}in_proj_qkv.weight", torch.cat([queries, keys_of, values_of])
+    yield f"{place}in_proj_z.weight", gates
 
 
 def writer_arch(name: str) -> gguf.MODEL_ARCH:

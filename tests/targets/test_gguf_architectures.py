@@ -58,6 +58,8 @@ FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", GATES_APART, NET, NET_KEYS),
     "qwen3_5-Q8_0": ("qwen3_5_text", "Q8_0", NET, NET_KEYS),
     "qwen3_5_moe": ("qwen3_5_moe_text", MIXED, NET | MANY | SHARED, NET_KEYS | MANY_KEYS | SHARED_KEYS),
+    "qwen3_next": ("qwen3_next", MIXED, NET | MANY | SHARED, NET_KEYS | MANY_KEYS | SHARED_KEYS),
+    "olmo3": ("olmo3", MIXED, {}, {}),
     "qwen3_moe": ("qwen3_moe", MIXED, MANY | TWICE, MANY_KEYS),
     "qwen3_moe-Q8_0": ("qwen3_moe", "Q8_0", MANY, MANY_KEYS),
 }

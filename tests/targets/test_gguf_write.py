@@ -38,6 +38,7 @@ UNWRITABLE = (
     "qwen2_moe",
     "qwen2_moe-old",
     "qwen3_moe",
+    "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
 )

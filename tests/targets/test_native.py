@@ -108,6 +108,13 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     )},
     "mistral": {"sliding_window": None},
     "mistral-window": {"sliding_window": 4},
+    "olmo2": {"attention_bias": True},
+    "olmo3": WINDOWS | {"rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }},
     "phi3": {"head_dim": 8, "sliding_window": 4},
     "phi3-partial": {
         "head_dim": 8, "original_max_position_embeddings": 64,

@@ -90,6 +90,7 @@ class DeltaNet:
     value_dim: int
     kernel: int  # tokens that the convolution reads, the token itself included
     tiled: bool = False  # value heads that share a key head are `key_heads` apart, instead of side by side
+    joint_gates: bool = False  # one matrix holds both gates
 
     @property
     def values(self) -> int:
@@ -109,7 +110,8 @@ class DeltaNet:
     @property
     def gates(self) -> dict[str, int]:
         """Number of outputs of the projections to shares of the corrections and decays of the states."""
-        return {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
+        heads = self.value_heads
+        return {"in_proj_ba": 2 * heads} if self.joint_gates else {"in_proj_b": heads, "in_proj_a": heads}
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -139,8 +141,10 @@ class DecoderConfig:
     mlp_bias: bool = False
     sinks: bool = False  # softmax of attention has a further score for each head, without a key and a value
     qk_norm: bool = False  # RMS norms of each head's query and key, before they are rotated
+    joint_qk_norm: bool = False  # with `qk_norm`, one norm spans the queries of all heads, another one all keys
     norm_plus_one: bool = False  # norms multiply by 1 + weight
-    post_norms: bool = False  # outputs of attention and MLP are normed too
+    pre_norms: bool = True  # inputs of attention and MLP are normed
+    post_norms: bool = False  # outputs of attention and MLP are normed
     embedding_scale: float = 1.0  # factor on the embeddings before the first layer
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP before they are added
     logit_scale: float = 1.0  # factor on the logits
@@ -330,13 +334,12 @@ class DecoderConfig:
         The roles are before attention and MLP, after them, and of queries and keys.
         """
         prefix = f"model.layers.{layer}."
-        names = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+        names = {}
+        if self.pre_norms:
+            before_mlp = "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
+            names = {"before_attention": "input_layernorm", "before_mlp": before_mlp}
         if self.post_norms:
-            names |= {
-                "after_attention": "post_attention_layernorm",
-                "before_mlp": "pre_feedforward_layernorm",
-                "after_mlp": "post_feedforward_layernorm",
-            }
+            names |= {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
         if self.qk_norm and self.layers[layer].attends:
             names |= {"query": "self_attn.q_norm"}
             names |= {"key": "self_attn.k_norm"} if self.layers[layer].keys_of is None else {}
@@ -398,8 +401,10 @@ class DecoderConfig:
                     shapes[f"{name}.weight"] = (outputs, inputs)
                     if self.has_bias(layer, projection):
                         shapes[f"{name}.bias"] = (outputs,)
-            for role, name in self.norms(layer).items():
-                shapes[name] = (head_dim if role in ("query", "key") else self.hidden_size,)
+            normed = {"query": head_dim, "key": head_dim}
+            if self.joint_qk_norm:
+                normed = {"query": self.num_heads * head_dim, "key": self.kv_heads_of(layer) * head_dim}
+            shapes |= {name: (normed.get(role, self.hidden_size),) for role, name in self.norms(layer).items()}
             shapes |= self.other_tensors(layer)
         shapes[self.last_norm] = (self.hidden_size,)
         return shapes

@@ -110,11 +110,13 @@ class DecoderLayer(nn.Module):
     shared_gate_up: PackedLinear
     shared_down: PackedLinear
     shared_gate: PackedLinear
-    before_attention: Norm
+    before_attention: Norm | nn.Identity
     after_attention: Norm
-    before_mlp: Norm
+    before_mlp: Norm | nn.Identity
     after_mlp: Norm
     qk_norm: Norm
+    query_norm: Norm
+    key_norm: Norm
 
     def __init__(self, config: DecoderConfig, number: int, read: Read, fused: ReadFused | None = None) -> None:
         super().__init__()
@@ -134,8 +136,10 @@ class DecoderLayer(nn.Module):
         self.given = given = {role: plain(read(name)) for role, name in config.norms(number).items()}
         self.post_norms = config.post_norms
         for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
-            setattr(self, role, Norm(config, [given[role]]))
-        if "query" in given and not config.mixed:
+            setattr(self, role, Norm(config, [given[role]]) if role in given else nn.Identity())
+        if "query" in given and config.joint_qk_norm:
+            self.query_norm, self.key_norm = (Norm(config, [given[role]]) for role in ("query", "key"))
+        elif "query" in given and not config.mixed:
             heads = (config.num_heads, config.num_kv_heads)
             self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
         self.others = others = {name: plain(read(name)) for name in config.other_tensors(number)}
@@ -231,7 +235,10 @@ class DecoderLayer(nn.Module):
         qkv = projected.view(batch, -1, heads + 2 * kv_heads, config.head_dim)
         # Queries and keys are normed and rotated together, in place.
         qk = qkv.narrow(2, 0, heads + kv_heads)
-        if config.qk_norm:
+        if config.joint_qk_norm:
+            for norm, own in zip((self.query_norm, self.key_norm), qk.split([heads, kv_heads], dim=2), strict=True):
+                own.copy_(norm(own.flatten(2)).view_as(own))
+        elif config.qk_norm:
             qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
         turned = qk.narrow(-1, 0, cos.size(-1))
         swapped = turned.roll(cos.size(-1) // 2, dims=-1)

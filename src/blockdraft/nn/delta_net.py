@@ -86,7 +86,8 @@ class GatedDeltaNet(nn.Module):
         Args:
             x: `[R, n]`, the projections of `DeltaNet.inputs` and of `DeltaNet.gates` side by side.
         """
-        sizes = [*self.config.inputs.values(), *self.config.gates.values()]
+        heads = self.config.value_heads
+        sizes = [*self.config.inputs.values(), heads, heads]
         mixed, gate, shares, decays = x.split(sizes, dim=-1)
         out = recurrence.run(self, mixed, shares, decays)
         out = F.rms_norm(out, (out.size(-1),), self.weight, self.eps)

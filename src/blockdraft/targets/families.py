@@ -448,6 +448,11 @@ def _qwen3_next(config: AnyConfig) -> dict[str, Any]:
     return _qwen3_5_moe(config)
 
 
+def _olmo2(config: AnyConfig) -> dict[str, Any]:
+    """Norm outputs of attention and MLP in the place of their inputs, and queries and keys of all heads at once."""
+    return _biases(config) | {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
+
+
 FAMILIES = {
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
@@ -460,6 +465,8 @@ FAMILIES = {
     "llama": Family(equal_layers, _llama),
     "ministral3": Family(windowed_layers, _mistral),
     "mistral": Family(windowed_layers, _mistral),
+    "olmo2": Family(equal_layers, _olmo2),
+    "olmo3": Family(mixed_layers, _olmo2),
     "phi3": Family(windowed_layers, _phi3, rotates_all=False),
     "qwen2": Family(mixed_layers, _qwen2),
     "qwen2_moe": Family(routed_layers, _qwen2_moe),

@@ -85,6 +85,8 @@ def load(path: str | Path, options: LoadOptions, layout: ShardedLayout | None = 
     shape = decoder_config(config)
     if shape.unusual:
         raise NotCovered(f"it has {shape.unusual}")
+    if not shape.pre_norms:
+        raise NotCovered("its layers norm no inputs")
     if shape.fused_names:
         raise NotCovered("its checkpoint has fused projections")
     if getattr(config, "quantization_config", None):

@@ -25,7 +25,7 @@ STRUCT(Linear)
     FIELD(S, Linear, projection) FIELD(S, const float *, base) FIELD(S, i64, taps) FIELD(S, i64, groups)
 STRUCT(Convolution)
 
-/* All norms but the first two may be null. whole_block: nodes attend to all nodes of their row, not to ancestors only.
+/* Norms may be null, but the first two only where the output is normed. whole_block: nodes attend to all nodes of their row, not to ancestors only.
    sinks: further scores of each head, or null. With a router (experts.h) gate_up and down hold all experts, one behind the
    other; expert_bias is [experts], with `sigmoid`. filter: null, or [kernel, hidden] of a short convolution in the place of
    attention (shortconv.h). With before_router the experts of all rows stand beside the shared one (Gemma 4): router and
@@ -71,7 +71,8 @@ STRUCT(Layer)
    size of each layer's embedding of a token, or 0. All of a token are a row of input_table; input_projection of its
    embedding is normed by input_norm and added. gated: whether qkv gives each head's query, then its gate, which the output
    of attention is multiplied with. key_heads to recurrent_layers: shape of gated delta nets, tokens that their
-   convolutions read, whether value heads that share a key head are key_heads apart, and number of such layers. */
+   convolutions read, whether value heads that share a key head are key_heads apart, and number of such layers.
+   joint_norm: whether query_norm spans the queries of all heads, and key_norm all keys. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -85,7 +86,8 @@ STRUCT(Layer)
     FIELD(S, float, clamp_alpha) FIELD(S, float, clamp_limit) FIELD(S, Linear, input_table)             \
     FIELD(S, Linear, input_projection) FIELD(S, const float *, input_norm) FIELD(S, i64, input_size)      \
     FIELD(S, i64, gated) FIELD(S, i64, key_heads) FIELD(S, i64, value_heads) FIELD(S, i64, key_dim)       \
-    FIELD(S, i64, value_dim) FIELD(S, i64, delta_kernel) FIELD(S, i64, tiled) FIELD(S, i64, recurrent_layers)
+    FIELD(S, i64, value_dim) FIELD(S, i64, delta_kernel) FIELD(S, i64, tiled) FIELD(S, i64, recurrent_layers) \
+    FIELD(S, i64, joint_norm)
 STRUCT(Model)
 
 /* Recurrent states of a row, of all layers with a delta net. state: [layers, value_heads, value_dim / LANES, key_dim, LANES].
@@ -300,13 +302,16 @@ static i64 check_layers(const Model *m) {
         const i64 queries = m->gated ? 2 * mixed : mixed;
         const i64 outputs = layer->filter ? 3 * H : queries + parts * own.kv_heads * own.head_dim;
         REFUSE((parts < 2 && !layer->head_dim) || (m->gated && (layer->head_dim || layer->filter)), SIZES);
+        REFUSE(m->joint_norm && (layer->head_dim || m->gated), SIZES);
         wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, outputs);
         if (!wrong) wrong = check_linear(&layer->output, layer->filter ? H : mixed, H);
         if (!wrong) wrong = check_mlp(&own, layer);
         if (!wrong) wrong = check_convolution(&layer->attention_conv, H);
         if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
         REFUSE(wrong, -wrong);
-        REFUSE(!layer->before_attention || !layer->before_mlp || !layer->cos || !layer->sin, POINTER);
+        REFUSE(!layer->before_attention && (!layer->after_attention || layer->attention_conv.taps), POINTER);
+        REFUSE(!layer->before_mlp && (!layer->after_mlp || layer->mlp_conv.taps || layer->router.weight), POINTER);
+        REFUSE(!layer->cos || !layer->sin || (m->joint_norm && (!layer->query_norm || !layer->key_norm)), POINTER);
     }
     return 0;
 }

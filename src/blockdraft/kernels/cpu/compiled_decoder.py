@@ -111,6 +111,7 @@ def shape_fields(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]
         "attention_cap": config.attention_softcap or 0.0,
         "kernel": config.conv_kernel,
         "gated": config.gated,
+        "joint_norm": config.joint_qk_norm,
     }
     if config.clamped is not None:
         fields |= {"clamp_alpha": config.clamped.alpha, "clamp_limit": config.clamped.limit}
@@ -206,8 +207,8 @@ class CompiledLayers(ABC):
             if hasattr(layer, name):
                 setattr(own, name, self.library.linear(getattr(layer, name)))
         for name in (*NORMS, *NORMS_BESIDE, "after_input"):
-            norm: Norm | None = getattr(layer, name, None)
-            setattr(own, name, None if norm is None else self._exact_pointer(norm.weight))
+            norm = getattr(layer, name, None)
+            setattr(own, name, self._exact_pointer(norm.weight) if isinstance(norm, Norm) else None)
         if layer.delta_net is not None:
             net = layer.delta_net
             own.delta_filter, own.delta_norm = self._exact_pointer(net.kernel), self._exact_pointer(net.weight)
@@ -216,6 +217,9 @@ class CompiledLayers(ABC):
             own.filter = self._exact_pointer(layer.convolution.kernel)
         elif config.mixed:
             self._set_shape(own, layer, config)
+        elif config.joint_qk_norm:
+            own.query_norm = self._exact_pointer(layer.query_norm.weight)
+            own.key_norm = self._exact_pointer(layer.key_norm.weight)
         elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
             own.query_norm = self._exact_pointer(layer.qk_norm.weight[0])
             own.key_norm = self._exact_pointer(layer.qk_norm.weight[-1])

@@ -372,7 +372,8 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
         const i64 of_value = m->kv_heads * call->nodes;
         store_value(m, layer, call, at + (number + m->kv_heads) * call->head_stride, copy, flag ? flag + of_value : 0);
     }
-    if (value < 0) rotate(m, layer, number < 0 ? layer->query_norm : layer->key_norm, x, position);
+    const float *norm = m->joint_norm ? 0 : number < 0 ? layer->query_norm : layer->key_norm;
+    if (value < 0) rotate(m, layer, norm, x, position);
     if (number < 0) return;
     if (value >= 0) store_value(m, layer, call, at + number * call->head_stride, x, flag);
     else store_head(call, at + number * call->head_stride, D, x);
@@ -384,7 +385,14 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
    copied from. */
 static void place(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
                   i64 heads, uint8_t *strange, const float *gated) {
-    const i64 work = call->batch * call->nodes * (heads + 2 * m->kv_heads), D = m->head_dim;
+    const i64 rows = call->batch * call->nodes, D = m->head_dim, width = (heads + 2 * m->kv_heads) * D;
+    const i64 work = rows * (heads + 2 * m->kv_heads);
+    if (m->joint_norm)
+        PIECES(t, rows, 1, first, last)
+            for (float *x = qkv + first * width; x < qkv + last * width; x += width) {
+                if (heads) rms_norm(x, layer->query_norm, m->eps, heads * D, x, 0);
+                rms_norm(x + heads * D, layer->key_norm, m->eps, m->kv_heads * D, x + heads * D, 0);
+            }
     PIECES(t, work, 4, first, last)
         for (i64 i = first; i < last; i++) {
             if (gated) memcpy(qkv + i * D, in_projection(m, gated, i), 4 * D);
@@ -458,10 +466,14 @@ static void convolve(const Model *m, const Call *call, const Convolution *c, i64
     }
 }
 
-/* Norm x to h, and convolve it where the layer does. Return this input of its projection `l`, rounded for it. */
+/* Norm x to h, unless `norm` is null, and convolve it where the layer does. Return this input of its projection `l`, rounded for it. */
 static const float *input_of(Thread *t, const Linear *l, const Model *m, const Call *call, const Convolution *c,
                              const float *norm, const float *x, float *h, Rounded in, float *corrections, float *turned) {
     const i64 H = m->hidden, rows = call->batch * call->nodes;
+    if (!norm) {
+        round_inputs(t, l, x, H, rows, in);
+        return x;
+    }
     if (!c->taps) {
         norm_and_round(t, l, x, norm, m->eps, rows, h, in);
         return h;

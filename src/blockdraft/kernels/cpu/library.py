@@ -108,7 +108,7 @@ class ModelFields(Fields):
         *((name, LinearFields) for name in ("input_table", "input_projection")),
         ("input_norm", c_void_p),
         *((name, c_int64) for name in ("input_size", "gated", "key_heads", "value_heads", "key_dim", "value_dim")),
-        *((name, c_int64) for name in ("delta_kernel", "tiled", "recurrent_layers")),
+        *((name, c_int64) for name in ("delta_kernel", "tiled", "recurrent_layers", "joint_norm")),
     ]
 
 

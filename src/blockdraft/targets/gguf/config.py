@@ -28,6 +28,7 @@ FAMILIES = {
     "qwen3vlmoe": "qwen3_moe",
     "qwen3": "qwen3",  # behind the others of its family, so that files are written as this one
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
     "gemma": "gemma",
@@ -39,6 +40,7 @@ FAMILIES = {
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "mistral3": "ministral3",
+    "olmo2": "olmo2",  # and OLMo 3, whose files have a window
     "phi3": "phi3",
     "smollm3": "smollm3",
 }
@@ -48,6 +50,7 @@ CAUSAL_LMS = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
@@ -59,10 +62,12 @@ CAUSAL_LMS = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama"}
+ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama", "olmo3": "olmo2"}
 GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # defaults of llama.cpp, of attention and logits
 # Factors of Granite by their keys in files, with llama.cpp's defaults.
 GRANITE_SCALES = {
@@ -72,9 +77,9 @@ GRANITE_SCALES = {
 }
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
-DELTA_NETS = ("qwen35", "qwen35moe")  # architectures with gated delta nets
+DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")  # architectures with gated delta nets
 PARTLY_ROTATED = ("phi3", *DELTA_NETS)  # architectures that may rotate a part of each head
-MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe")
+MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen35moe")
 CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
 KV_HEADS = "attention.head_count_kv"
 SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
@@ -154,6 +159,16 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         fields["attention_multiplier"] = get("attention.scale", 0.0) or head_dim**-0.5
     elif name == "mistral3":
         fields["sliding_window"] = None
+    elif name == "olmo2" and window:
+        family, far = "olmo3", fields["rope_parameters"]
+        fields |= {
+            "sliding_window": window,
+            "layer_types": windowed_types(get("attention.sliding_window_pattern", 4), layers),
+            "rope_parameters": {
+                "full_attention": far,
+                "sliding_attention": {"rope_type": "default", "rope_theta": far["rope_theta"]},
+            },
+        }
     elif name in DELTA_NETS:
         fields |= delta_net_fields(get, fields)
     elif name in CONVOLVED:
@@ -200,8 +215,12 @@ def rope_parameters(get: Get) -> dict[str, Any]:
     if kind == "linear":
         return parameters | {"rope_type": "linear", "factor": factor}
     beta = get("attention.temperature_scale", None)  # of Ministral 3, beyond the original context
+    usual = {"attn_factor": 1 + 0.1 * math.log(factor)} if factor >= 1 else {}
     keys = ("ext_factor", "attn_factor", *(() if beta else ("log_multiplier",)))
-    unusual = [key for key in keys if get(f"rope.scaling.yarn_{key}", None)]
+    values = {key: get(f"rope.scaling.yarn_{key}", None) for key in keys}
+    unusual = [
+        key for key, value in values.items() if value and not math.isclose(value, usual.get(key, 0), rel_tol=1e-4)
+    ]
     if kind != "yarn" or unusual or get("rope.scaling.attn_factor", 1.0) != 1:
         raise NotCovered(f"its rotary embeddings are scaled by {' '.join([kind, *unusual])}")
     longest = get("rope.scaling.original_context_length", get("context_length"))
@@ -337,7 +356,7 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     if sigmoid:
         routing |= {"num_dense_layers": dense, "routed_scaling_factor": scale, "norm_topk_prob": True}
         routing |= {"use_expert_bias": True}
-    if name in ("qwen2moe", "qwen35moe"):
+    if name in ("qwen2moe", "qwen3next", "qwen35moe"):
         shared = get("expert_shared_feed_forward_length", 0) or routing["intermediate_size"]
         routing["shared_expert_intermediate_size"] = shared
     return routing
@@ -462,13 +481,13 @@ def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
         metadata["attention.scale"] = float(config.attention_multiplier)
     if config.model_type == "phi3":
         metadata["attention.sliding_window"] = config.sliding_window or 0
-    if wanted.post_norms:  # Gemma 2 and 3
+    if wanted.post_norms and len(wanted.windows) > 1:  # Gemma 2 and 3, OLMo 3
         windows = [kind.window for kind in wanted.layers]
         metadata |= {"attention.sliding_window": config.sliding_window}
         metadata |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
         caps = {"attn_logit_softcapping": wanted.attention_softcap, "final_logit_softcapping": wanted.final_softcap}
         metadata |= {key: float(cap) for key, cap in caps.items() if cap is not None}
-        if "sliding_attention" in rope:
+        if "sliding_attention" in rope and config.model_type != "olmo3":
             metadata["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     return metadata
 

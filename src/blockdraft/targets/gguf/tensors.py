@@ -56,13 +56,13 @@ class GGUFWeights:
 
     Attributes:
         tensors: Tensors by our names.
-        interleaved: Number of heads of the tensors whose channels are interleaved in pairs, by our names.
+        orders: Which row of the file each of our rows is, `[rows]` int64, where they differ, by our names.
         expanded: Our names of quantized tensors that are read as float32, since they share a matrix product with
             unquantized ones.
     """
 
     tensors: dict[str, GGUFTensor]
-    interleaved: dict[str, int]
+    orders: dict[str, Tensor]
     expanded: frozenset[str] = frozenset()
 
     @property
@@ -83,8 +83,7 @@ class GGUFWeights:
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """Read a weight onto the CPU, in its own dtype or quantized."""
-        tensor, heads = self.tensors[name], self.interleaved.get(name)
-        weight = tensor.read(None if heads is None else paired(tensor.shape[0], heads))
+        weight = self.tensors[name].read(self.orders.get(name))
         if name.endswith(LOGARITHM):  # files hold -exp(A_log)
             return _logarithm(dense(weight))
         return dense(weight) if name in self.expanded else weight
@@ -103,10 +102,9 @@ class GGUFWeights:
         wide = 0 if len(kinds) == 1 else 16 if "Q6_K" in kinds else 8
         whole = empty_interleaved(sorted(kinds), outputs, inputs, lanes)
         for name, part in zip(names, parts, strict=True):
-            order = paired(part.shape[0], self.interleaved[name]) if name in self.interleaved else None
             own = whole.blocks(begin // lanes, (begin + part.shape[0]) // lanes)
             with part.mapped() as raw:
-                library.pack_blocks(GGMLQuantizationType[part.kind], raw, order, own, inputs, wide)
+                library.pack_blocks(GGMLQuantizationType[part.kind], raw, self.orders.get(name), own, inputs, wide)
             begin += part.shape[0]
         return PackedWeight(library, whole, outputs, inputs)
 
@@ -130,9 +128,9 @@ class GGUFWeights:
         """Return where the sampled values of a tensor lie in the file."""
         shape = self.tensors[name].shape
         positions = sampled_positions(math.prod(shape))
-        if name not in self.interleaved:
+        if name not in self.orders:
             return positions
-        order, inputs = paired(shape[0], self.interleaved[name]), math.prod(shape[1:])
+        order, inputs = self.orders[name], math.prod(shape[1:])
         return order[positions // inputs] * inputs + positions % inputs
 
 
@@ -204,13 +202,20 @@ def _weights(
             names_of_one = {f"{name}.weight" for name, _ in parts}
             few = {name for name in names_of_one if weights[name].kind not in FLOATS}
             expanded |= few if few != names_of_one else set()
-    return GGUFWeights(weights, interleaved(architecture, config), frozenset(expanded))
+    return GGUFWeights(weights, row_orders(architecture, config), frozenset(expanded))
 
 
-def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
-    """Return the number of heads of tensors whose channels this architecture interleaves in pairs, by our names."""
-    counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if architecture in INTERLEAVED else {}
-    return {name: heads for name in config.tensor_shapes() for part, heads in counts.items() if f".{part}." in name}
+def row_orders(architecture: str, config: DecoderConfig) -> dict[str, Tensor]:
+    """Return `GGUFWeights.orders` of a decoder in files of this architecture."""
+    orders = {}
+    if architecture in INTERLEAVED:
+        counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        orders = {part: paired(heads * config.head_dim, heads) for part, heads in counts.items()}
+    net = config.delta_net
+    if net is not None and net.joint_gates:  # files have both gates of a key head side by side
+        rows = torch.arange(2 * net.value_heads).view(net.key_heads, 2, -1)
+        orders["in_proj_ba"] = rows.transpose(0, 1).flatten()
+    return {name: order for name in config.tensor_shapes() for part, order in orders.items() if f".{part}." in name}
 
 
 def check_kinds(file: GGUFFile) -> None:
@@ -249,15 +254,11 @@ def gguf_tensors(
         tensors: Tensors of the decoder by our names.
         factors_of: Base of rotary embeddings, if the file stores a factor for each frequency.
     """
-    names, heads, written = (
-        our_names(architecture, config),
-        interleaved(architecture, config),
-        dict[str, StoredTensor](),
-    )
-    for ours, theirs in names.items():
+    orders, written = row_orders(architecture, config), dict[str, StoredTensor]()
+    for ours, theirs in our_names(architecture, config).items():
         tensor = tensors[ours]
-        if ours in heads:
-            tensor = replace(tensor, read=partial(_interleave, tensor, heads[ours]))
+        if ours in orders:
+            tensor = replace(tensor, read=partial(_in_file_order, tensor, orders[ours]))
         elif config.norm_plus_one and ours.endswith("norm.weight"):
             tensor = replace(tensor, kind="F32", read=partial(_plus_one, tensor))
         written[theirs] = tensor
@@ -267,8 +268,8 @@ def gguf_tensors(
     return written
 
 
-def _interleave(tensor: StoredTensor, heads: int) -> Tensor:
-    return tensor.tensor()[paired(tensor.shape[0], heads).argsort()]
+def _in_file_order(tensor: StoredTensor, order: Tensor) -> Tensor:
+    return tensor.tensor()[order.argsort()]
 
 
 def _plus_one(tensor: StoredTensor) -> Tensor:
@@ -291,12 +292,13 @@ def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
     net, experts = config.delta_net, config.experts
     if experts is not None:
         experts = replace(experts, fused=GATE_UP in file.tensors)
+    joint_gates = any(".ssm_ba." in name for name in file.tensors)  # Qwen3-Next
     biased = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     return replace(
         config,
         layers=layers,
         norm_plus_one=False,
-        delta_net=None if net is None else replace(net, tiled=True),
+        delta_net=None if net is None else replace(net, tiled=not joint_gates, joint_gates=joint_gates),
         experts=experts,
         qkv_bias=biased["attn_q"],
         output_bias=biased["attn_output"],
