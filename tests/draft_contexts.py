@@ -23,7 +23,7 @@ def propose(drafter: DFlashDrafter, plan: Plan, same: bool = False) -> tuple[Pro
     block = torch.full((batch, plan.block_size - 1 + first), drafter.config.mask_token_id)
     block[:, :1] = ANCHOR
     with torch.no_grad():
-        hidden, logits = drafter._draft_pass(state, block)
+        hidden, logits = drafter.draft_pass(state, block)
     proposal = drafter.propose(state, anchor, plan)
     assert proposal.tokens[:, 0].tolist() == [ANCHOR] * batch
     return proposal, hidden[:, first:], logits[:, first:]

@@ -283,10 +283,10 @@ def scatter() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps the state of a process; each test begins without, and leaves none."""
+def fresh_accelerator() -> Iterator[Callable[[], None]]:
+    """Let the test begin without a state of Accelerate's, leave none, and provide a function that drops it."""
     _forget_accelerator()
-    yield
+    yield _forget_accelerator
     _forget_accelerator()
 
 

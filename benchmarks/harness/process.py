@@ -76,7 +76,7 @@ class PeerProcess:
         began = time.monotonic()
         try:
             with log.open("w") as errors:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [*command, json.dumps(settings)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -101,28 +101,28 @@ class PeerProcess:
 
     def ask(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Ask a request. Raises PeerError if the process fails, ends or exceeds its patience."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with suppress(OSError):  # if it has ended, reading tells why
-            self._process.stdin.write(json.dumps({name: request}) + "\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps({name: request}) + "\n")
+            self.process.stdin.flush()
         return self._read()
 
     def peak_bytes(self) -> int:
-        return peak_bytes(self._process.pid)
+        return peak_bytes(self.process.pid)
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        late = Timer(self._patience, self._process.kill)
+        assert self.process.stdout is not None
+        late = Timer(self._patience, self.process.kill)
         late.start()
         try:
-            line = self._process.stdout.readline()
+            line = self.process.stdout.readline()
             in_time = late.is_alive()
         finally:
             late.cancel()  # also when interrupted, since the process would wait for it
         if not line and not in_time:
             raise PeerError(f"no answer within {self._patience:g} s")
         if not line:
-            raise PeerError(last_words(self._log, self._process.wait()))
+            raise PeerError(last_words(self._log, self.process.wait()))
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError as error:
@@ -133,9 +133,9 @@ class PeerProcess:
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with suppress(OSError):  # unwritten input
                 stream.close()

@@ -52,7 +52,7 @@ def why_missing(name: str) -> str | None:
     )
 
 
-def _run(name: str, *command: str | Path) -> None:
+def run_logged(name: str, *command: str | Path) -> None:
     with (folder(name) / "install.log").open("a") as log:
         try:
             subprocess.run([str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, check=True, cwd=ROOT)
@@ -66,12 +66,12 @@ def _run(name: str, *command: str | Path) -> None:
 
 
 def _pip(name: str, *words: str | Path, interpreter: str | Path = sys.executable) -> None:
-    _run(name, interpreter, "-m", "pip", "--disable-pip-version-check", *words)
+    run_logged(name, interpreter, "-m", "pip", "--disable-pip-version-check", *words)
 
 
 def _venv(name: str, *packages: str, constraints: Path | None = ROOT / "constraints.txt") -> None:
     if not python(name).exists():
-        _run(name, sys.executable, "-m", "venv", folder(name) / "venv")
+        run_logged(name, sys.executable, "-m", "venv", folder(name) / "venv")
     limits = ["-c", constraints] if constraints else []
     _pip(name, "install", "--quiet", "--no-compile", *limits, *packages, interpreter=python(name))
 
@@ -86,9 +86,9 @@ def _llama_cpp() -> None:
         with tarfile.open(archive) as packed:
             packed.extractall(home / "unpacking", filter="data")
         (home / "unpacking" / source.name).rename(source)
-    cmake, ninja = _tools()
+    cmake, ninja = build_tools()
     options = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DLLAMA_CPP_SOURCE={source}/vendor/llama.cpp")
-    _run(name, cmake, "-S", HERE, "-B", home / "build", *options, *shlex.split(os.environ.get(LLAMA_OPTIONS, "")))
+    run_logged(name, cmake, "-S", HERE, "-B", home / "build", *options, *shlex.split(os.environ.get(LLAMA_OPTIONS, "")))
     _build(name, "llama_peer")
 
 
@@ -99,7 +99,7 @@ def _with_llama_cpp(name: str, target: str) -> None:
     _build(name, target)
 
 
-def _tools() -> list[str]:
+def build_tools() -> list[str]:
     """Return cmake and ninja, from PyPI if the system has none."""
     tools = [shutil.which(tool) for tool in ("cmake", "ninja")]
     if not all(tools):
@@ -110,13 +110,13 @@ def _tools() -> list[str]:
 
 def _build(name: str, target: str) -> None:
     jobs = os.environ.get("JOBS") or str(os.cpu_count() or 1)
-    _run(name, _tools()[0], "--build", folder("llama_cpp") / "build", "--target", target, "-j", jobs)
+    run_logged(name, build_tools()[0], "--build", folder("llama_cpp") / "build", "--target", target, "-j", jobs)
 
 
 def _made(name: str) -> None:
     """Link an environment that the Makefile sets up for the tests."""
     environment = ROOT / f".venv-{name}"
-    _run(name, "make", f"{environment.name}/.installed")
+    run_logged(name, "make", f"{environment.name}/.installed")
     link = folder(name) / "venv"
     link.unlink(missing_ok=True)
     link.symlink_to(environment)
@@ -137,7 +137,7 @@ MORE: dict[str, Callable[[], None]] = {  # installed only when named
 }
 
 
-def _recipe() -> str:
+def current_recipe() -> str:
     """Return a hash of all that environments are made from."""
     files = [Path(__file__), ROOT / "constraints.txt", HERE / "CMakeLists.txt", *sorted(HERE.glob("adapters/*.cpp"))]
     content = b"".join(path.read_bytes() for path in files) + os.environ.get(LLAMA_OPTIONS, "").encode()
@@ -146,7 +146,7 @@ def _recipe() -> str:
 
 def install(name: str) -> str | None:
     """Install one environment unless that is done; returns why it failed, or None."""
-    home, recipe = folder(name), _recipe()
+    home, recipe = folder(name), current_recipe()
     done, failed = home / ".installed", home / "failed"
     if done.exists() and done.read_text() == recipe:
         return None

@@ -101,7 +101,7 @@ def good_draft_tokens(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -
     """Drafters that propose what the target predicts from one token alone, which is often right in context too."""
     with torch.inference_mode():
         follower = model(torch.arange(VOCAB)[:, None]).logits[:, 0].argmax(dim=-1)
-    draft = DFlashDrafter._draft_pass
+    draft = DFlashDrafter.draft_pass
 
     def informed(
         self: DFlashDrafter, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
@@ -112,4 +112,4 @@ def good_draft_tokens(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -
             logits[:, slot - first] += 1000 * torch.nn.functional.one_hot(draft_token, VOCAB)
         return hidden, logits
 
-    monkeypatch.setattr(DFlashDrafter, "_draft_pass", informed)
+    monkeypatch.setattr(DFlashDrafter, "draft_pass", informed)

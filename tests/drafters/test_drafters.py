@@ -77,13 +77,13 @@ def test_sequences_of_different_lengths_draft_as_if_alone(kind: str, target: Tar
     block[:, 0] = anchor
     state = drafter.new_state(2, 40)
     drafter.observe(state, tokens, hidden_states, lengths)
-    together = drafter._draft_logits(state, block)
+    together = drafter.draft_logits(state, block)
     for row in range(2):
         alone = drafter.new_state(1, 40)
         for start in (0, 3):  # observing in parts is the same
             end = lengths[row] if start else 3
             drafter.observe(alone, tokens[:1, start:end], hidden_states[row : row + 1, start:end], [end - start])
-        expected = drafter._draft_logits(alone, block[row : row + 1])[0]
+        expected = drafter.draft_logits(alone, block[row : row + 1])[0]
         torch.testing.assert_close(together[row], expected, atol=1e-5, rtol=1e-4)
 
 
@@ -96,10 +96,10 @@ def test_drafting_leaves_no_trace_and_depends_on_what_is_visible(
     state = drafter.new_state(1, 40)
     drafter.observe(state, torch.zeros(1, 12, dtype=torch.long), hidden_states, [12])
     block = torch.tensor([[7, 11, 12, 13]])
-    first = drafter._draft_logits(state, block)
+    first = drafter.draft_logits(state, block)
     drafter.propose(state, torch.tensor([99]), ChainPlan(8, [SamplingParams()]))
-    torch.testing.assert_close(drafter._draft_logits(state, block), first)
-    changed = drafter._draft_logits(state, torch.tensor([[7, 11, 12, 50]]))
+    torch.testing.assert_close(drafter.draft_logits(state, block), first)
+    changed = drafter.draft_logits(state, torch.tensor([[7, 11, 12, 50]]))
     earlier_slots_see_later_ones = not torch.allclose(changed[:, 1], first[:, 1])
     assert earlier_slots_see_later_ones == any(not layer.causal for layer in KINDS[kind])
 

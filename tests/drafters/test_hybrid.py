@@ -285,9 +285,9 @@ def test_a_broken_hybrid_changes_no_token(
     drafter = load_drafter(f"lookup+{tiny_drafter_dir}", target=target)
     assert isinstance(drafter, HybridDrafter)
     if broken == "tree":
-        monkeypatch.setattr(merging, "_likeliest", backwards)
+        monkeypatch.setattr(merging, "likeliest", backwards)
     elif broken == "choice":
-        monkeypatch.setattr(hybrid, "_expected_accepted", lambda proposal, row, known: -proposal.tokens.size(1))
+        monkeypatch.setattr(hybrid, "expected_accepted", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text
         monkeypatch.setattr(drafter.parts[0], "observe", lambda *arguments: None)
     else:

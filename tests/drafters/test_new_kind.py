@@ -38,7 +38,7 @@ def drafter_in(way: str, folder: Path, **how: Any) -> Any:
         target.capture(Recorder())
     drafter: Any = load_drafter("mixed", target=target)
     runners = {"C": CompiledDraftRunner, "graphs": CapturedDraftRunner, "torch": TorchDraftRunner}
-    assert type(drafter._run) is runners[way] and (drafter.compile_reason is None) == (way != "torch")
+    assert type(drafter.runner) is runners[way] and (drafter.compile_reason is None) == (way != "torch")
     return drafter
 
 
@@ -48,7 +48,7 @@ def reference(drafter: Any, tokens: Tensor, hidden_states: Tensor) -> Tensor:
     Args:
         hidden_states: `[n, m * H]`, those of the target at all tokens but the last.
     """
-    network, target, count = drafter.network, drafter._target, len(hidden_states)
+    network, target, count = drafter.network, drafter.target, len(hidden_states)
     behind = torch.arange(count)[:, None] - torch.arange(count)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_a_node_sees_what_the_description_says(way: str, parts: list[int], tiny_
         part = slice(at, at + count)
         drafter.observe(state, tokens[None, part], hidden_states[None, part], [count])
         at += count
-    actual = drafter._run.nodes(state, 6, 1)(tokens[None, 9:])[0, 0]
+    actual = drafter.runner.nodes(state, 6, 1)(tokens[None, 9:])[0, 0]
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-3)
 
 
@@ -83,7 +83,7 @@ def test_a_node_sees_what_the_description_says(way: str, parts: list[int], tiny_
 @pytest.mark.parametrize("way", ["C", "graphs"])
 def test_trees_have_torchs_logits(way: str, window: int | None, tiny_target_dir: Path) -> None:
     runs = [drafter_in(each, tiny_target_dir, dtype="float32") for each in (way, "torch")]
-    ours, theirs = (logits_of(drafter._run, drafter.network, window) for drafter in runs)
+    ours, theirs = (logits_of(drafter.runner, drafter.network, window) for drafter in runs)
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, expected, atol=4e-4, rtol=1e-3)
 
@@ -92,7 +92,7 @@ def test_trees_have_torchs_logits(way: str, window: int | None, tiny_target_dir:
 def test_quantized_trees_are_close_to_torchs(tiny_target_dir: Path) -> None:
     run = drafter_in("C", tiny_target_dir, dtype="float32", kv_dtype="int8")
     plain = drafter_in("torch", tiny_target_dir, dtype="float32")
-    for mine, expected in zip(logits_of(run._run, run.network), logits_of(plain._run, plain.network), strict=True):
+    for mine, expected in zip(logits_of(run.runner, run.network), logits_of(plain.runner, plain.network), strict=True):
         assert float((mine - expected).abs().max()) < 0.4 * float(expected.std())
 
 
@@ -100,7 +100,7 @@ def test_quantized_trees_are_close_to_torchs(tiny_target_dir: Path) -> None:
 @pytest.mark.parametrize("way", ["C", "graphs"])
 def test_a_chain_in_one_call_is_that_of_its_nodes(way: str, tiny_target_dir: Path) -> None:
     drafter = drafter_in(way, tiny_target_dir, dtype="float32")
-    run, anchor = drafter._run, torch.tensor([40, 41])
+    run, anchor = drafter.runner, torch.tensor([40, 41])
     state, observed = run.new_state(2, 400), torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(2))
     drafter.observe(state, torch.arange(18).view(2, 9) + 5, observed, [9, 4])
     nodes, tokens, survival, expected = run.nodes(state, 8, 1), [anchor], torch.ones(2), torch.zeros(2)
@@ -117,7 +117,7 @@ def test_a_chain_in_one_call_is_that_of_its_nodes(way: str, tiny_target_dir: Pat
 @pytest.mark.parametrize("drafting", CHAINS)
 def test_it_drafts_losslessly(way: str, drafting: Drafting, tiny_target_dir: Path) -> None:
     drafter = drafter_in(way, tiny_target_dir, dtype="float32")
-    engines = Engine(drafter._target, drafter, 3, drafting), Engine(drafter._target)
+    engines = Engine(drafter.target, drafter, 3, drafting), Engine(drafter.target)
     outputs = [[done.token_ids for done in engine.generate(PROMPTS, PARAMS)] for engine in engines]
     assert outputs[0] == outputs[1]
 
@@ -126,7 +126,7 @@ def test_states_are_copied_shrunk_and_stored(tiny_target_dir: Path) -> None:
     """Keys and values of both layers, and hidden states."""
     for way in ("C", "torch"):
         drafter = drafter_in(way, tiny_target_dir, dtype="float32")
-        run, state = drafter._run, two_texts(drafter._run, drafter.network)
+        run, state = drafter.runner, two_texts(drafter.runner, drafter.network)
         assert state.nbytes == drafter.state_bytes(2, 150)
         with torch.no_grad():
             expected = run.nodes(state, 8, 3)(torch.tensor([[40], [41]]))[0]

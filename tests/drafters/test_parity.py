@@ -68,5 +68,5 @@ def test_training_pass_equals_draft_pass(
     logits, expected = parity(variant, network.eval(), drafter, target)
     for ours, one in zip(logits, expected, strict=True):
         plan = ChainPlan(drafter.block_size, [SamplingParams()])
-        theirs = drafter._refined_pass(one.state, torch.tensor([one.anchor]), plan)[1][0]
+        theirs = drafter.refined_pass(one.state, torch.tensor([one.anchor]), plan)[1][0]
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -145,7 +145,7 @@ def test_a_draft_token_that_breaks_the_numbers_hurts_no_one(target: Target) -> N
     for _ in range(3):
         scheduler.step()
         assert len(scheduler.running) == 3
-        assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
+        assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores())
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
@@ -205,7 +205,7 @@ def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
 
 def spoil_slots(cache: Any) -> None:
     """Write NaN behind the committed tokens of these rows."""
-    for store in cache._stores():
+    for store in cache.stores():
         for row, length in zip(cache.starts, cache.lengths, strict=True):
             store[..., row + length : row + length + 8, :] = torch.nan
 
@@ -228,7 +228,7 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(
         if scheduler.idle:
             break
         scheduler.step()
-        assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
+        assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores())
     assert [request.token_ids for request in requests] == expected
 
 
@@ -290,7 +290,7 @@ def test_a_drafter_without_numbers_is_reported_once(
         hidden, logits = draft_tokens(*args)
         return hidden, logits.fill_(torch.nan)
 
-    run: Any = drafter._run  # type: ignore[attr-defined]
+    run: Any = drafter.runner  # type: ignore[attr-defined]
     draft_tokens, run.draft_tokens = run.draft_tokens, spoiled
     engine = Engine(target, drafter, drafting=Drafting(None, sampled=True))
     with caplog.at_level(logging.WARNING):
@@ -343,7 +343,7 @@ def test_a_tokenizer_that_fails_ends_one_request(
         read()
 
     monkeypatch.setattr(requests[1].text, "read", broken)
-    engine._begin(requests)
+    engine.start(requests)
     first, second, third = [request.result() for request in requests]
     assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]
     assert second.error == "The tokenizer failed: ValueError: what token is that?"
@@ -374,7 +374,7 @@ def test_an_error_after_the_commit_is_undone(target: Target, drafter: Drafter, m
         return extend(*args)
 
     monkeypatch.setattr(requests[1], "extend", broken)
-    engine._begin(requests)
+    engine.start(requests)
     assert [request.result().token_ids for request in requests] == expected
     assert calls > 6
 
@@ -417,7 +417,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(
     break_forward(target, monkeypatch, spoil)
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
-    assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
+    assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores())
     assert scheduler.idle
 
 
@@ -476,6 +476,6 @@ def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Draf
     engine = Engine(target, drafter, drafting=Drafting(None))
     poison(target, 99)
     assert engine.generate([[3, 99, 4], *PROMPTS[:beside]], GREEDY)[0].finish_reason == "error"
-    runner: Runner = engine.scheduler._runner
+    runner: Runner = engine.scheduler.runner
     states: Sequence[Any] = (runner.cache, runner.state)
-    assert all(torch.isfinite(store).all() for state in states for store in state._stores())
+    assert all(torch.isfinite(store).all() for state in states for store in state.stores())

@@ -192,7 +192,7 @@ def test_forward_after_commit_leaves_the_caches_as_from_scratch(target: Target, 
     assert [runner.committed_length(row.start) for runner, [row] in (old, new)] == [s.lengths[0] for s in states]
     assert states[0].lengths == states[1].lengths
     block = torch.tensor([[request.token_ids[-1], *[random_drafter.config.mask_token_id] * 7]])
-    drafts = [random_drafter._draft_logits(state, block) for state in states]
+    drafts = [random_drafter.draft_logits(state, block) for state in states]
     torch.testing.assert_close(*drafts, atol=1e-4, rtol=1e-4)
 
 

@@ -159,7 +159,7 @@ def surprise(folder: Path, drafting: Drafting, rows: int, rules: Callable[[], No
         ]
         for request in requests:
             request.grammar = rules()  # type: ignore[assignment]
-        engine._begin(requests)
+        engine.start(requests)
         outputs = [tuple(request.result().checked().token_ids) for request in requests]
     model = LlamaForCausalLM.from_pretrained(folder / "target").eval()
     every = [each for each in product(range(V), repeat=LENGTH) if each[0] != each[1] != each[2]]
@@ -422,7 +422,7 @@ def test_a_dead_end_is_reported_as_such(target: Target) -> None:
     with Engine(target) as engine:
         request = engine.request([5], SamplingParams(4))
         request.grammar = DeadEnd()  # type: ignore[assignment]
-        engine._begin([request])
+        engine.start([request])
         found = request.result()
     assert found.token_ids == [9]
     assert isinstance(found.failure, UsageError)  # who asks wrote the grammar

@@ -168,4 +168,4 @@ def test_what_a_compiled_drafter_keeps_for_its_calls_counts(
         state, torch.ones(hidden_states.shape[:2], dtype=torch.int64), hidden_states, [OBSERVE_TOKENS // 2] * 2
     )
     drafter.propose(state, torch.tensor([3, 4]), ChainPlan(drafter.block_size, [SamplingParams()] * 2))
-    assert planned // 4 < drafter._run._workspace.nbytes <= planned
+    assert planned // 4 < drafter.runner.workspace.nbytes <= planned

@@ -120,13 +120,13 @@ def test_replacements_do_not_make_a_prediction_much_longer() -> None:
     text = [1000 + place if place % 40 else marker for place in range(2000)]
     prediction = Prediction(text)
     for edit in range(30):
-        rest = prediction._tokens[prediction._next :]
+        rest = prediction.tokens[prediction.position :]
         if marker not in rest:
             break
         place = rest.index(marker)
         marker = 10_000 + 10 * edit
         prediction.follow([*rest[:place], *range(marker, marker + 8), *rest[place + 1 : place + 4]])
-    assert 2000 < len(prediction._tokens) <= 4000
+    assert 2000 < len(prediction.tokens) <= 4000
 
 
 def test_a_prediction_that_repeats_itself_is_found_again_nearby() -> None:

@@ -143,16 +143,19 @@ def test_declined_failed_and_cut_off_requests_are_not_recorded(
 
 @pytest.mark.parametrize("layers", [(), LAYERS])
 def test_the_limit_deletes_the_oldest(
-    target: Target, make_recorder: Callable[..., ConversationRecorder], tmp_path: Path, layers: tuple[int, ...]
+    target: Target,
+    make_recorder: Callable[..., ConversationRecorder],
+    tmp_path: Path,
+    layers: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(recording, "TURN_SECONDS", -1.0)  # each conversation ends with its first turn
     recorder = make_recorder(layers, limit=recording.MIN_BYTES)
     count, length = (20, 9000) if not layers else (40, 1000)
     for number in range(count):
         prompt = [number + 3] * length
-        states = torch.full((length + 2, recorder.folder._width), float(number), dtype=torch.bfloat16)
-        recorder._tick(recording_turn(recorder, finished(prompt, [1, 2, 3]), states if layers else None))
-        recorder._open.clear()
-        recorder._ended = recorder.folder.left
+        states = torch.full((length + 2, recorder.folder.width), float(number), dtype=torch.bfloat16)
+        recorder.write(recorder.turn(finished(prompt, [1, 2, 3]), states if layers else None))
     recorder.close()
     folder = tmp_path / "record"
     data = read_data(folder)
@@ -164,21 +167,9 @@ def test_the_limit_deletes_the_oldest(
         hidden_states.check(target, data, layers)
         assert [int(hidden_states[i][0, 0]) for i in range(len(data))] == kept
     again = make_recorder(layers, limit=recording.MIN_BYTES)  # goes on behind the last one
-    again._tick(recording_turn(again, finished([2, 2], [1]), None if not layers else states[:2]))
+    again.write(again.turn(finished([2, 2], [1]), None if not layers else states[:2]))
     again.close()
     assert read_data(folder)[-1].tokens.tolist() == [2, 2, 1]
-
-
-def recording_turn(recorder: ConversationRecorder, request: Request, states: torch.Tensor | None) -> recording.Turn:
-    """Return the turn that a recorder would write for a request."""
-    queue, recorder._queue = recorder._queue, recording.Queue()
-    try:
-        recorder.record(request, states)
-        turn = recorder._queue.get_nowait()
-    finally:
-        recorder._queue = queue
-    assert turn is not None
-    return turn
 
 
 def test_a_full_disk_ends_the_recording_and_no_answer(

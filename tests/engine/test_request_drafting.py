@@ -121,7 +121,7 @@ def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> No
                 accepted = [min(3, plan.block_size - 1)] + [0] * len(others)
                 depths = [5] + [0] * len(others)
                 controller.learn(Outcome(rows, plan, 5, depths, accepted, [3.0] * len(rows), seconds=1.0))
-        known = controller._acceptance
+        known = controller.acceptance
         return known.calibration, known.tokens, known.num_draft_tokens, known.share(free)
 
     assert planned([]) == pytest.approx(planned([OFF, RequestDrafting(block_size=2)]), rel=0.02)

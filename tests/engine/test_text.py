@@ -17,11 +17,11 @@ from blockdraft.engine.text import (
     WINDOW,
     AnswerText,
     TextStream,
-    _last_cut,
-    _write_forward,
     begun,
     check_request,
     encode,
+    last_cut,
+    write_forward,
 )
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, load_target
@@ -626,7 +626,7 @@ def test_what_follows_the_settled_text_is_known(tokenizer: PreTrainedTokenizerBa
             new, tail = stream.push([token])
             text += new
             whole = decoded(tokenizer, ids[:count]).rstrip("\ufffd")
-            if not stream._run:  # of bytes, whose text may be written in another way at the beginning
+            if not stream.byte_run:  # of bytes, whose text may be written in another way at the beginning
                 assert (text + tail).rstrip("\ufffd") == whole
 
 
@@ -649,7 +649,7 @@ def test_a_step_decodes_few_tokens(tokenizer: PreTrainedTokenizerBase, monkeypat
     longest_run, run = 0, 0
     for stretch in stretches:
         for token in stretch:
-            run = run + 1 if stream._run else 0
+            run = run + 1 if stream.byte_run else 0
             longest_run = max(longest_run, run)
             before = len(lengths)
             stream.push([token])
@@ -718,7 +718,7 @@ def test_a_text_is_cut_only_where_its_parts_are_cleaned_as_the_whole() -> None:
     cuts = 0
     for _ in range(30_000):
         text, more = ("".join(rng.choices("   ''ntvmsre.,a", k=rng.randint(0, 9))) for _ in range(2))
-        cut = _last_cut(text)
+        cut = last_cut(text)
         cuts += cut > 0
         assert clean(text[:cut]) + clean(text[cut:] + more) == clean(text + more)
     assert cuts > 15_000
@@ -737,7 +737,7 @@ def test_a_text_is_cut_only_where_its_parts_are_cleaned_as_the_whole() -> None:
     ],
 )
 def test_which_decoders_are_known_to_write_forward(kinds: list[dict[str, Any]], forward: bool) -> None:
-    assert _write_forward(kinds) == forward
+    assert write_forward(kinds) == forward
 
 
 def test_a_decoder_that_strips_the_end() -> None:

@@ -250,8 +250,8 @@ def test_a_thread_that_did_not_come_along_into_a_forked_process_is_made_anew(
     target: Target, drafter: Drafter, expected: list[list[int]]
 ) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
-    engine._worker.join()
-    engine._worker.thread = gone = threading.Thread()
+    engine.worker.join()
+    engine.worker.thread = gone = threading.Thread()
     gone.start()
     gone.join()
     assert engine.submit(PROMPTS[0], GREEDY).result(20).token_ids == expected[0]

@@ -196,7 +196,7 @@ def test_without_a_connection_the_hub_is_named(hub: Hub, package: str, tmp_path:
 
 
 def test_a_fault_of_this_program_is_not_called_one_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from blockdraft.models.pull import _hub_errors
+    from blockdraft.models.pull import hub_errors
 
-    with pytest.raises(AttributeError), _hub_errors("someone/tiny"):
+    with pytest.raises(AttributeError), hub_errors("someone/tiny"):
         raise AttributeError("module 'huggingface_hub' has no attribute 'constants'")

@@ -60,7 +60,7 @@ def compare(folder: Path, target: Target, head_less_slots: int) -> None:
         drafter.observe(state, tokens[:, :ANCHOR], hidden_states[:, :ANCHOR], [ANCHOR])
         block = torch.full((1, network.config.block_size), network.config.mask_token_id)
         block[0, 0] = tokens[0, ANCHOR]
-        our_hidden, our_logits = drafter._draft_pass(state, block)  # type: ignore[attr-defined]
+        our_hidden, our_logits = drafter.draft_pass(state, block)  # type: ignore[attr-defined]
         kept = model.t2d if model.t2d is not None else torch.ones(target.vocab_size, dtype=torch.bool)
         assert our_logits[..., ~kept].isneginf().all()
         assert_close(hidden[:, head_less_slots:], our_hidden[:, head_less_slots:])

@@ -80,19 +80,19 @@ class Load:
         self.tally = Tally()
         self._engine, self._known, self._patience = engine, known, patience
         self._until = 0.0
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._submit, args=(seed + i, max(1, at_a_time // threads)), name=f"load {i}")
             for i in range(threads)
         ]
 
     def start(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     @property
     def running(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
+        return any(thread.is_alive() for thread in self.threads)
 
     def _submit(self, seed: int, at_a_time: int) -> None:
         random, handles = Random(seed), list[tuple[Any, Known, SamplingParams, bool]]()

@@ -50,7 +50,7 @@ class Door:
 def outcomes(door: Any, seconds: float = 0.3) -> tuple[Counter[str], list[str]]:
     load = Load(door, [Known([5], list(range(1, 30)))], at_a_time=2, threads=1, patience=0.01)
     load.start(seconds)
-    load._threads[0].join()
+    load.threads[0].join()
     assert not load.running and load.tally.open == 0
     return load.tally.outcomes, load.tally.wrong
 

@@ -22,7 +22,7 @@ from blockdraft_diffusion.folder import FAMILY_OF
 
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    checkpoint._ask.cache_clear()
+    checkpoint.ask_hub.cache_clear()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
@@ -30,7 +30,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.delenv(name.lower(), raising=False)
     huggingface_hub.close_session()
     yield
-    checkpoint._ask.cache_clear()
+    checkpoint.ask_hub.cache_clear()
     huggingface_hub.close_session()
 
 

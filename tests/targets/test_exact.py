@@ -107,7 +107,7 @@ class Oracle(LookupDrafter):
 def answers(target: Target, drafter: Drafter, rows: int = 1, drafting: Drafting | None = None) -> list[list[int]]:
     """Return the outputs for the prompts, and for prompts that continue with the first tokens of these outputs."""
     with Engine(target, drafter, rows, drafting, prefix_tokens=200, prefill_tokens=24) as engine:
-        engine.controller._costs = lambda: COSTS  # type: ignore[method-assign]
+        engine.controller.costs = lambda: COSTS  # type: ignore[method-assign]
         first = [completion.checked().token_ids for completion in engine.generate(PROMPTS, GREEDY)]
         turns = [prompt + answer[:9] for prompt, answer in zip(PROMPTS, first, strict=True)]
         completions = engine.generate(turns, GREEDY)
@@ -176,7 +176,7 @@ def test_exact_is_refused_without_filled_pieces_or_with_attention_in_the_dtype(
     how = LoadOptions(dtype="float32", device="cpu", backend=backend, compile="off")
     load_target(folders[name], how, exact=True)
     with monkeypatch.context() as changed:
-        changed.setattr(exact, "_filled", lambda values, first, end: values.flatten()[None, first:end])
+        changed.setattr(exact, "filled", lambda values, first, end: values.flatten()[None, first:end])
         with pytest.raises(ValueError, match="depend on how many keys there are and where they lie.*Use other threads"):
             load_target(folders[name], how, exact=True)
     with monkeypatch.context() as changed:
@@ -243,11 +243,11 @@ def test_a_forward_writes_its_own_slots_only(folders: dict[str, Path]) -> None: 
         tokens = torch.full((3, 5), 7)
         target.forward(tokens, chain(tokens).parents, cache)
         cache.commit([range(5), range(2), range(5)])
-        stores = [store.clone() for store in cache._stores()]  # type: ignore[attr-defined]
+        stores = [store.clone() for store in cache.stores()]  # type: ignore[attr-defined]
         target.forward(tokens[:1, :3], chain(tokens[:1, :3]).parents, cache.of([5]))
         changed = [
             (old != new).any(dim=-1).flatten(0, -2).any(dim=0).nonzero().flatten().tolist()
-            for old, new in zip(stores, cache._stores(), strict=True)  # type: ignore[attr-defined]
+            for old, new in zip(stores, cache.stores(), strict=True)  # type: ignore[attr-defined]
         ]
         assert changed and all(set(slots) <= {7, 8, 9} for slots in changed)
 

@@ -30,7 +30,7 @@ def test_layers_are_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.M
     if plain.decoder.config.unusual:
         pytest.skip(f"CUDA graphs know no {plain.decoder.config.unusual}")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ to compile
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     compiled.capture(Recorder(), Compiler(torch.device("cpu"), in_background=False))
     logits = []

@@ -86,9 +86,9 @@ def test_exact_states_have_the_same_bits_however_they_came_about(folder: Path) -
         cache.commit([path])
         return cache
 
-    expected = read(pieces=[1] * 24)._states[0]
+    expected = read(pieces=[1] * 24).stored_states[0]
     for cache in (read(pieces=[24]), read(pieces=[5, 1, 18]), in_tree()):
-        for mine, state in zip(cache._states[0], expected, strict=True):
+        for mine, state in zip(cache.stored_states[0], expected, strict=True):
             assert all(torch.equal(*parts) for parts in zip(mine, state, strict=True))
 
 

@@ -70,4 +70,4 @@ def test_what_it_cannot_run_is_said() -> None:
 
 def test_positions_stay_exact_in_bfloat16() -> None:
     network = CausalDenoiser(decoder_config(AutoConfig.for_model("qwen3", **SHAPE, head_dim=16))).bfloat16()
-    assert network._frequencies.dtype == torch.float32
+    assert network.frequencies.dtype == torch.float32

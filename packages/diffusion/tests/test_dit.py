@@ -111,4 +111,4 @@ def test_arithmetic(network: DiT) -> None:
 def test_few_bits(network: DiT) -> None:
     few = DiT(TINY).bfloat16()
     assert few.hidden(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)[None]).dtype == torch.bfloat16
-    assert few.backbone.rotary_emb._frequencies.dtype == torch.float32
+    assert few.backbone.rotary_emb.frequencies.dtype == torch.float32

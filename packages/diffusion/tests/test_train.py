@@ -6,13 +6,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from several_processes import assert_no_process_group, writing_threads
@@ -207,13 +207,13 @@ def test_model_that_is_not_finite(model_of: Any, tmp_path: Path) -> None:
 
 
 def test_bfloat16_if_the_processor_supports_it(
-    model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None
+    model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: Callable[[], None]
 ) -> None:
     """Losses in bfloat16 are close to those in float32, and the weights stay float32."""
     lines = {}
     for supported in (True, False):
         monkeypatch.setattr("blockdraft_train.devices.multiplies_bfloat16", lambda supported=supported: supported)
-        AcceleratorState._reset_state(True)
+        fresh_accelerator()
         lines[supported] = run(model_of, tmp_path / str(supported), 3, dtype="auto")
     for bfloat16, float32 in zip(lines[True], lines[False], strict=True):
         assert bfloat16["loss"] != float32["loss"] and bfloat16["loss"] == pytest.approx(float32["loss"], rel=0.02)

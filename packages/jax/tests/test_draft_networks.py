@@ -120,7 +120,7 @@ def test_a_new_kind(targets: tuple[Target, Target], installed_plugin: Callable[.
     folder = Path(__file__).parents[3] / "tests/drafters/new_kind"
     installed_plugin("mixed-layers", "[blockdraft.drafters]\nmixed = mixed_layers\n", folder)
     ours, theirs = (load_drafter("mixed", target=target) for target in targets)
-    assert isinstance(ours._run, JaxDraftRunner)  # type: ignore[attr-defined]
+    assert isinstance(ours.runner, JaxDraftRunner)  # type: ignore[attr-defined]
     assert_same_drafts(ours, theirs)
     sys.modules.pop("mixed_layers")
 

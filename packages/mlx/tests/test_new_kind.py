@@ -31,8 +31,8 @@ def test_its_trees_have_torchs_logits(window: int | None, tiny_target_dir: Path)
     outputs = []
     for backend, how in (("mlx", {}), ("native", {"compile": "off"})):
         drafter = load_drafter("mixed", target=load_target(tiny_target_dir, dtype="float32", backend=backend, **how))  # type: ignore[arg-type]
-        assert isinstance(drafter._run, MLXDraftRunner) == (backend == "mlx")  # type: ignore[attr-defined]
-        outputs.append(logits_of(drafter._run, drafter.network, window))  # type: ignore[attr-defined]
+        assert isinstance(drafter.runner, MLXDraftRunner) == (backend == "mlx")  # type: ignore[attr-defined]
+        outputs.append(logits_of(drafter.runner, drafter.network, window))  # type: ignore[attr-defined]
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
@@ -49,7 +49,7 @@ def test_it_drafts_losslessly(drafting: Drafting, tiny_target_dir: Path) -> None
 def test_heads_run_too(tiny_target_dir: Path, tiny_medusa_dir: Path) -> None:
     target = load_target(tiny_target_dir, dtype="float32", backend="mlx")
     drafter = load_drafter(tiny_medusa_dir, target=target)
-    assert isinstance(drafter._run, MLXDraftRunner)  # type: ignore[attr-defined]
+    assert isinstance(drafter.runner, MLXDraftRunner)  # type: ignore[attr-defined]
     engines = Engine(target, drafter, drafting=Drafting(None)), Engine(target)
     outputs = [engine.generate([[7, 60, 33]], SamplingParams(14))[0].token_ids for engine in engines]
     assert outputs[0] == outputs[1]

@@ -175,7 +175,7 @@ def test_a_signal_saves_what_was_learned(
     which are kept."""
     rare = {"save_every": "0", "save_minutes": "0", "eval_prompts": "0", "qat_bits": "4"}
     whole = run(tmp_path / "whole", **rare)
-    calls, where = [0], (Trainer, "_forward") if place == "forward" else (RunLog, "add")
+    calls, where = [0], (Trainer, "forward_sums") if place == "forward" else (RunLog, "add")
     original = getattr(*where)
 
     def stop(*arguments: Any) -> Any:
@@ -201,7 +201,7 @@ def test_a_signal_saves_what_was_learned(
 
 def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the weights of a rounded step, which the first signal ended, become what they were."""
-    forward, put, calls = Trainer._forward, quantized_weights._set, list[str]()
+    forward, put, calls = Trainer.forward_sums, quantized_weights.set_weights, list[str]()
 
     def interrupted(*arguments: Any) -> Any:
         calls.append("forward")
@@ -215,8 +215,8 @@ def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monk
             signal.raise_signal(signal.SIGINT)
         put(weights, values)
 
-    monkeypatch.setattr(Trainer, "_forward", interrupted)
-    monkeypatch.setattr(quantized_weights, "_set", interrupted_later)
+    monkeypatch.setattr(Trainer, "forward_sums", interrupted)
+    monkeypatch.setattr(quantized_weights, "set_weights", interrupted_later)
     with pytest.raises(Stopped):
         run(tmp_path / "drafter", save_every="0", save_minutes="0", qat_bits="4")
     assert calls == ["forward", "set", "forward", "set"]

@@ -137,7 +137,7 @@ class Distributions:
         ]
         sampled = [m for m, row in enumerate(rows) if not self._greedy[row]]
         if adjusted:
-            scores = self._scores([rows[m] for m in adjusted], [nodes[m] for m in adjusted])
+            scores = self.scores([rows[m] for m in adjusted], [nodes[m] for m in adjusted])
             for m, token in zip(adjusted, scores.argmax(dim=-1).tolist(), strict=True):
                 tokens[m] = token
         if sampled:
@@ -157,7 +157,7 @@ class Distributions:
 
     def probs(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Return p `[M, V]` float32 after each of these nodes."""
-        scores_MV = self._scores(rows, nodes)
+        scores_MV = self.scores(rows, nodes)
         return probabilities(scores_MV.unsqueeze(1), [self._params[row] for row in rows]).squeeze(1)
 
     def probs_of(self, rows: Sequence[int], nodes: Sequence[int], ids_MK: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Distributions:
         step = max(1, PART // self._logits.size(-1))
         return [entries[m : m + step] for m in range(0, len(entries), step)]
 
-    def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
+    def scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Return adjusted logits `[M, V]` float32 after each of these nodes."""
         # Slicing out a single node takes a fraction of the time of indexing.
         if len(rows) == 1:

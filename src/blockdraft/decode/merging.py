@@ -24,7 +24,7 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
     """
     texts = [proposal.tokens.tolist() for proposal in proposals]
     rows = [
-        _likeliest(
+        likeliest(
             [
                 (tokens[row], proposal.parent_lists[row], _acceptance_probs(proposal, row))
                 for tokens, proposal in zip(texts, proposals, strict=True)
@@ -60,7 +60,7 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
         parents = [parent for node, parent in enumerate(sampled.parent_lists[row]) if node == 0 or parent >= 0]
         dist = None if sampled.q is None else sampled.q[row]
         dists.append(dist and SparseDistribution(dist.ids[: len(parents)], dist.probs[: len(parents)]))
-        likely = _likeliest(
+        likely = likeliest(
             [
                 (tokens[row], proposal.parent_lists[row], _acceptance_probs(proposal, row))
                 for tokens, proposal in zip(texts, others, strict=True)
@@ -141,7 +141,7 @@ def _acceptance_probs(proposal: Proposal, row: int) -> Sequence[float]:
     return acceptance_probs[1:]
 
 
-def _likeliest(
+def likeliest(
     trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
 ) -> list[tuple[float, int, int]]:
     """Return nodes `(acceptance_prob, parent, token)` behind the anchor, best first and parents before children.

@@ -32,12 +32,12 @@ class Prediction:
 
     def __init__(self, tokens: Sequence[int], agreed: int = 4 * MAX_MATCH) -> None:
         self.agreed = agreed
-        self._tokens = list(tokens)
-        self._max_length = MAX_GROWTH * len(self._tokens)
+        self.tokens = list(tokens)
+        self._max_length = MAX_GROWTH * len(self.tokens)
         self._output: list[int] = []
         self._ends: dict[int, list[int]] = {}  # positions behind each token, filled at the first difference
         self._rates = MatchRates(START)
-        self._next: int | None = 0  # position of the next token, if known
+        self.position: int | None = 0  # position of the next token, if known
         self._nearest = 0  # last known position
         self._difference: tuple[int, int] | None = None  # its positions in text and output, until both agree again
 
@@ -54,30 +54,30 @@ class Prediction:
 
     def draft(self, most: int) -> tuple[list[int], list[float]]:
         """Return at most `most` tokens that should follow the output, and their acceptance probabilities."""
-        if self._next is None:
+        if self.position is None:
             return [], []
-        following = self._tokens[self._next : self._next + most]
+        following = self.tokens[self.position : self.position + most]
         acceptance_probs = self._rates.path_probs(self.agreed, len(following), MIN_PROB)
         return following[: len(acceptance_probs)], acceptance_probs
 
     def _follow_last(self) -> None:
-        position = self._next
+        position = self.position
         agrees = False
-        if position is not None and position < len(self._tokens):
-            agrees = self._tokens[position] == self._output[-1]
+        if position is not None and position < len(self.tokens):
+            agrees = self.tokens[position] == self._output[-1]
             self._rates.learn(self.agreed, agrees)
         if position is not None and agrees:
-            self._next = position + 1
+            self.position = position + 1
             self.agreed += 1
         else:
             followed = position is not None and self.agreed > 0
             if position is not None and followed and self._difference is None:
                 self._difference = position, len(self._output) - 1
-            self._next, self.agreed = self._realigned()
-            if self._next is None and followed:
-                self._next = self._nearest + 1  # as if one token had been replaced
-        if self._next is not None:
-            self._nearest = self._next
+            self.position, self.agreed = self._realigned()
+            if self.position is None and followed:
+                self.position = self._nearest + 1  # as if one token had been replaced
+        if self.position is not None:
+            self._nearest = self.position
         if self._difference is not None:
             self._repeat_replacement(*self._difference)
 
@@ -85,7 +85,7 @@ class Prediction:
         """Return the best position for the output, if any, and the number of tokens that match before it."""
         if not self._ends:
             self._ends = defaultdict(list)
-            for position, token in enumerate(self._tokens, start=1):
+            for position, token in enumerate(self.tokens, start=1):
                 self._ends[token].append(position)
         ends = self._ends.get(self._output[-1], [])
         middle = bisect_left(ends, self._nearest)
@@ -100,24 +100,24 @@ class Prediction:
 
     def _match_length(self, position: int) -> int:
         length, most = 1, min(MAX_MATCH, position, len(self._output))
-        while length < most and self._tokens[position - 1 - length] == self._output[-1 - length]:
+        while length < most and self.tokens[position - 1 - length] == self._output[-1 - length]:
             length += 1
         return length
 
     def _repeat_replacement(self, begin: int, output_begin: int) -> None:
         """Replace what was replaced in the rest of the text too, once text and output agree in two tokens again."""
         output_end = len(self._output) - self.agreed
-        if self._next is None or self.agreed < 2:
+        if self.position is None or self.agreed < 2:
             if output_end - output_begin > MAX_REPLACEMENT:
                 self._difference = None
             return
         self._difference = None
-        old, new = self._tokens[begin : self._next - self.agreed], self._output[output_begin:output_end]
+        old, new = self.tokens[begin : self.position - self.agreed], self._output[output_begin:output_end]
         if not 0 < len(old) <= MAX_REPLACED or not 0 < len(new) <= MAX_REPLACEMENT:
             return
-        rest, count = replaced(self._tokens[self._next :], old, new)
-        if 0 < count <= 1 + len(self._tokens) // MAX_SHARE and self._next + len(rest) <= self._max_length:
-            self._tokens[self._next :] = rest
+        rest, count = replaced(self.tokens[self.position :], old, new)
+        if 0 < count <= 1 + len(self.tokens) // MAX_SHARE and self.position + len(rest) <= self._max_length:
+            self.tokens[self.position :] = rest
             self._ends = {}
 
 

@@ -272,29 +272,29 @@ class RunnerDrafter(Drafter):
     """Base of drafters whose network runs on the target's backend."""
 
     network: DraftNetwork
-    _target: Target
-    _run: Any  # a `DraftRunner`
+    target: Target
+    runner: Any  # a `DraftRunner`
     reduced_head: ReducedHead | None = None
 
     @property
     def compile_reason(self) -> str | None:
-        return cast("str | None", self._run.compile_reason)
+        return cast("str | None", self.runner.compile_reason)
 
     @property
     def bits(self) -> int | None:
-        return cast("int | None", self._run.bits)
+        return cast("int | None", self.runner.bits)
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        return self._run.new_state(batch, capacity)
+        return self.runner.new_state(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        return cast(int, self._run.state_bytes(batch, capacity))
+        return cast(int, self.runner.state_bytes(batch, capacity))
 
     def weight_bytes(self) -> int:
         storages = [tensor.untyped_storage() for tensor in (*self.network.parameters(), *self.network.buffers())]
         own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        head = self.reduced_head or self._target.draft_head
-        return own + (head.nbytes if head else 0) + cast(int, self._run.weight_bytes())
+        head = self.reduced_head or self.target.draft_head
+        return own + (head.nbytes if head else 0) + cast(int, self.runner.weight_bytes())
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return cast(int, self._run.workspace_bytes(batch, nodes, slots))
+        return cast(int, self.runner.workspace_bytes(batch, nodes, slots))

@@ -230,7 +230,7 @@ class HybridDrafter(Drafter):
         texts = [proposal.tokens.tolist() for proposal in proposals]
         for i, sequence in enumerate(state.sequences):
             expected = [
-                min(_expected_accepted(proposal, i, known), sum(parent >= 0 for parent in proposal.parent_lists[i]))
+                min(expected_accepted(proposal, i, known), sum(parent >= 0 for parent in proposal.parent_lists[i]))
                 for proposal, known in zip(proposals, sequence.accepted, strict=True)
             ]
             sequence.last = best = max(range(len(expected)), key=expected.__getitem__)
@@ -268,7 +268,7 @@ def _expected_rate(proposal: Proposal, plan: Plan, rate: float) -> float:
     return tokens / plan.step_seconds[proposal.tokens.size(1) - 1]
 
 
-def _expected_accepted(proposal: Proposal, index: int, known: float) -> float:
+def expected_accepted(proposal: Proposal, index: int, known: float) -> float:
     """Return the expected number of accepted tokens of a chain; `known` is the mean of its member so far."""
     if proposal.q is not None:
         return known

@@ -129,7 +129,7 @@ class Engine:
         self._cache_tokens, self._memory_limit = cache_tokens, memory_limit
         self._lock = threading.Lock()
         self._scheduler: Scheduler | None = None
-        self._worker = worker_of(target)
+        self.worker = worker_of(target)
         self._closed = False
 
     @property
@@ -212,7 +212,7 @@ class Engine:
         request = self.request(prompt, params or SamplingParams(), drafting, trace)
         request.listener, request.instruction_tokens, request.urgent = listener, instruction_tokens, urgent
         request.recorded = recorded
-        self._begin([request])
+        self.start([request])
         return request
 
     def generate(
@@ -285,7 +285,7 @@ class Engine:
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
         request = await asyncio.to_thread(self.request, prompt, params or SamplingParams(), drafting, trace)
         request.listener = lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk)
-        self._begin([request])  # not in the other thread: a cancelled coroutine would leave the request running
+        self.start([request])  # not in the other thread: a cancelled coroutine would leave the request running
         try:
             while True:
                 chunk = await chunks.get()
@@ -297,7 +297,7 @@ class Engine:
 
     def _results(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests, and return their completions."""
-        self._begin(requests)
+        self.start(requests)
         try:
             return [request.result() for request in requests]
         except BaseException:
@@ -336,14 +336,14 @@ class Engine:
             trace=trace,
         )
 
-    def _begin(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[Request]) -> None:
         """Queue requests, and wake the worker."""
         with self._lock:
             if self._closed:
                 raise ClosedError("The engine is closed; make a new one.")
             if requests:
                 _working.add(self)
-                self._worker.begin(self.scheduler, requests)
+                self.worker.begin(self.scheduler, requests)
 
     # End.
 
@@ -365,10 +365,10 @@ class Engine:
             scheduler = self._scheduler
         if scheduler is not None:
             requests = scheduler.cancel()
-            if self._worker.thread is not threading.current_thread():
+            if self.worker.thread is not threading.current_thread():
                 for request in requests:
                     request.wait()
-                self._worker.join()
+                self.worker.join()
                 self._scheduler = None
                 if self._prefix_store is not None:
                     self._prefix_store.close()

@@ -138,7 +138,7 @@ class RecordFolder:
             raise UsageError(f"record_bytes must be at least {MIN_BYTES}, got {limit}.")
         self.folder, self.target_layers, self._limit = folder, tuple(target_layers), limit
         self.shard_bytes = min(SHARD_BYTES, limit // SHARDS)
-        self._width = len(self.target_layers) * target.hidden_size
+        self.width = len(self.target_layers) * target.hidden_size
         author = target_fingerprint(target)
         self._identity = {
             "tokenizer": tokenizer_fingerprint(target.tokenizer),
@@ -309,7 +309,7 @@ class RecordFolder:
                 (self.folder / oldest).unlink()
                 if self.target_layers:  # the place of a shard in the list is its number
                     number = int(oldest.removesuffix(".safetensors").rpartition("-")[2])
-                    self._write_hidden_states(number, torch.empty(0, self._width, dtype=torch.bfloat16))
+                    self._write_hidden_states(number, torch.empty(0, self.width, dtype=torch.bfloat16))
             elif self.left:
                 self.left[0].unlink()
             else:
@@ -356,17 +356,29 @@ class ConversationRecorder(Recorder):
         self._thread.start()
 
     def record(self, request: Request, hidden_states: Tensor | None) -> None:
-        if self.failure is not None or not request.token_ids:
+        turn = None if self.failure is not None else self.turn(request, hidden_states)
+        if turn is None:
             return
+        try:
+            self._queue.put_nowait(turn)
+        except Full:
+            if not self._full:
+                log.warning("The disk is slower than the answers, so some conversations are not recorded.")
+            self._full = True
+
+    def turn(self, request: Request, hidden_states: Tensor | None) -> Turn | None:
+        """Return what is written of a request, or None without an answer or its hidden states."""
+        if not request.token_ids:
+            return None
         length = len(request.prompt) + len(request.token_ids)
         if self.target_layers:
             if hidden_states is None or len(hidden_states) < length - 1:
                 log.warning("A request is not recorded, since hidden states of its tokens are missing.")
-                return
+                return None
             # Nothing was decoded behind the last token. No training pass reads its hidden states.
             last = hidden_states.new_zeros(1, hidden_states.size(1))
             hidden_states = torch.cat([hidden_states[: length - 1], last])
-        turn = Turn(
+        return Turn(
             torch.tensor(request.prompt, dtype=torch.int32),
             torch.tensor(request.token_ids, dtype=torch.int32),
             torch.tensor(request.drafted, dtype=torch.bool),
@@ -374,12 +386,6 @@ class ConversationRecorder(Recorder):
             {name: getattr(request.params, name) for name in SAMPLING},
             hidden_states,
         )
-        try:
-            self._queue.put_nowait(turn)
-        except Full:
-            if not self._full:
-                log.warning("The disk is slower than the answers, so some conversations are not recorded.")
-            self._full = True
 
     def close(self) -> None:
         """Put all conversations into shards, and release the folder."""
@@ -392,7 +398,7 @@ class ConversationRecorder(Recorder):
         try:
             for turn in self._turns():
                 try:
-                    self._tick(turn)
+                    self.write(turn)
                 except Exception as error:  # such as a full disk
                     self.failure = describe(error)
                     log.warning("Nothing is recorded any more: %s Answers go on.", self.failure)
@@ -416,7 +422,8 @@ class ConversationRecorder(Recorder):
                 return
             yield turn
 
-    def _tick(self, turn: Turn | None) -> None:
+    def write(self, turn: Turn | None) -> None:
+        """Write a turn, and what is due: conversations that have ended, and shards."""
         now = time.monotonic()
         if turn is not None:
             self._add(turn, now)

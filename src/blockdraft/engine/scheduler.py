@@ -89,7 +89,7 @@ class Scheduler:
         prefix_store: PrefixStore | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self._runner, self._controller, self._recorder = runner, controller, recorder
+        self.runner, self._controller, self._recorder = runner, controller, recorder
         self._kv_slots = KVSlots(runner, slots, prefix_tokens, prefix_store)
         self._max_batch_size, self._prefill_tokens = max_batch_size, prefill_tokens
         self._lock = threading.Lock()  # of the queue: requests come from other threads
@@ -228,9 +228,9 @@ class Scheduler:
             length = 0 if source.request.failure is not None else min(length, source.prefilled)
         if source is None or source.prefilled >= length:
             del self._sources[sequence]
-            length = self._runner.reusable(start, length)
+            length = self.runner.reusable(start, length)
             if length:
-                self._runner.copy(start, sequence.start, length)
+                self.runner.copy(start, sequence.start, length)
                 sequence.request.num_prefilled = sequence.request.stats.remembered = length
 
     def _any_cancelled(self) -> bool:
@@ -270,7 +270,7 @@ class Scheduler:
                 self._copy_prefix(other)
             self._record(sequence)
             self._kv_slots.free(sequence)
-            self._runner.remember(sequence.request)
+            self.runner.remember(sequence.request)
         for sequence in finished:
             sequence.request.publish()
         return [sequence.request for sequence in finished]
@@ -282,7 +282,7 @@ class Scheduler:
         if self._recorder is None or not request.recorded or not ended or request.failure is not None:
             return
         try:
-            self._recorder.record(request, self._runner.hidden_states(sequence.start))
+            self._recorder.record(request, self.runner.hidden_states(sequence.start))
         except Exception as error:  # such as too little memory
             log.warning("A request cannot be recorded: %s", describe(error))
 
@@ -361,7 +361,7 @@ class Scheduler:
         counts = [chosen[sequence] for sequence in group]
         began = time.perf_counter()
         try:
-            invalid = self._runner.prefill(group, counts)
+            invalid = self.runner.prefill(group, counts)
         except Exception as error:
             self._retry_alone(group, counts, error)
         else:
@@ -405,7 +405,7 @@ class Scheduler:
         there are checkpoints before them. A conversation goes on with other tokens than those that began the answer.
         """
         unread, count = sequence.num_unread, min(sequence.num_unread, most)
-        if not self._runner.target.keeps_checkpoints:
+        if not self.runner.target.keeps_checkpoints:
             return count
         instructions = sequence.request.instruction_tokens - sequence.prefilled
         if 0 < instructions < count:
@@ -416,7 +416,7 @@ class Scheduler:
         """Decode one step of sequences whose prompts have been read."""
         plan = self._controller.plan([sequence.request for sequence in sequences])
         try:
-            outcome = self._runner.step(sequences, plan)
+            outcome = self.runner.step(sequences, plan)
         except Exception as error:
             message = describe(error)
             if plan.block_size > 1 and message not in self._warned:
@@ -443,13 +443,13 @@ class Scheduler:
         for i, sequence in enumerate(sequences):
             request = sequence.request
             try:
-                self._runner.restore(sequence)
+                self.runner.restore(sequence)
                 if error is None:
                     failed = True
                 elif counts is not None:
-                    failed = bool(self._runner.prefill([sequence], [counts[i]]))
+                    failed = bool(self.runner.prefill([sequence], [counts[i]]))
                 else:
-                    outcome = self._runner.step([sequence], ChainPlan(1, [request.params]), own_drafts=False)
+                    outcome = self.runner.step([sequence], ChainPlan(1, [request.params]), own_drafts=False)
                     failed = bool(outcome.invalid)
             except Exception as again:
                 known = again if isinstance(again, BlockdraftError) else RequestError(describe(again))

@@ -367,13 +367,13 @@ class TextStream:
         decoders = _decoders(self._backend)
         self._bytes_are_known = decoders is not None
         self._has_bytes = decoders is None or any(decoder["type"] == "ByteFallback" for decoder in decoders)
-        self._forward = decoders is not None and _write_forward(decoders) and not _overrides_decode(tokenizer)
+        self._forward = decoders is not None and write_forward(decoders) and not _overrides_decode(tokenizer)
         self._cleans = _cleans_up(tokenizer, self._backend)
         self._skipped = _skipped_ids(tokenizer, self._backend)
         self._decode_some = text_decoder(tokenizer, clean_up_tokenization_spaces=False)
         self._window = list(context)
         self._given = len(self._decode(self._window))  # characters of the window's text that were returned
-        self._run: list[int] = []  # byte tokens after the window
+        self.byte_run: list[int] = []  # byte tokens after the window
         self._bytes = bytearray()  # their bytes
         self._uncleaned = ""  # settled text that may still be part of a pattern to clean up
 
@@ -384,7 +384,7 @@ class TextStream:
             The text that has become settled, and the text that would follow it if the answer ended here, without an
             unfinished character.
         """
-        window, before = list(self._window), self._run
+        window, before = list(self._window), self.byte_run
         run, values = list[int](), bytearray()  # byte tokens at the end, without those in `before`
         for token in token_ids:
             name = self._name(token)
@@ -407,7 +407,7 @@ class TextStream:
             tail = self._decode([*window, *before, *run])[given:]
         uncleaned = self._uncleaned + new
         if self._cleans:
-            cut = _last_cut(uncleaned)
+            cut = last_cut(uncleaned)
             new, uncleaned = self._tokenizer.clean_up_tokenization(uncleaned[:cut]), uncleaned[cut:]
             tail = self._tokenizer.clean_up_tokenization(uncleaned + tail)
         else:
@@ -415,8 +415,8 @@ class TextStream:
         if len(window) > WINDOW:
             window, given = self._shortened(window, text, given)
         if not before:
-            self._run, self._bytes = [], bytearray()
-        self._run += run
+            self.byte_run, self._bytes = [], bytearray()
+        self.byte_run += run
         self._bytes += values
         self._window, self._given, self._uncleaned = window, given, uncleaned
         return new, tail.rstrip(REPLACEMENT)
@@ -494,7 +494,7 @@ def _text_of(values: bytes | bytearray) -> str:
         return ""
 
 
-def _last_cut(text: str) -> int:
+def last_cut(text: str) -> int:
     """Return the last position at which the text can be divided so that its parts can be cleaned up separately.
 
     All patterns of `clean_up_tokenization` begin with a space and have up to three characters after it; of these only
@@ -523,7 +523,7 @@ def _decoders(backend: Any) -> list[dict[str, Any]] | None:
     return steps
 
 
-def _write_forward(decoders: Sequence[Mapping[str, Any]]) -> bool:
+def write_forward(decoders: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether no token changes the text of those before it, except for bytes."""
     kinds = [decoder["type"] for decoder in decoders]
     fused = min((kinds.index(kind) for kind in ("Fuse", "ByteLevel") if kind in kinds), default=len(kinds))

@@ -296,7 +296,7 @@ def _file_from_hub(file: WeightFile, work: Path, tell: Tell, progress: Progress)
     partial.touch()
     begin = partial.stat().st_size
     _check_space(work, file.bytes - begin)
-    with _hub_errors(file.hub):
+    with hub_errors(file.hub):
         get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)  # a download would retry for long
         tell(f"{file.name} from {file.hub}: {megabytes(file.bytes)}")
         with partial.open("r+b") as out:  # `hf_hub_download` would begin anew
@@ -313,7 +313,7 @@ def _folder_from_hub(model: Model, work: Path, tell: Tell, progress: Progress) -
     """Download the repository of a model into a folder. The hub's client resumes."""
     import huggingface_hub
 
-    with _hub_errors(model.hub):
+    with hub_errors(model.hub):
         info = huggingface_hub.HfApi().model_info(model.hub, files_metadata=True)
         files = {file.rfilename: file for file in info.siblings or () if HUB_FILES.fullmatch(file.rfilename)}
         if not any(name.endswith(".safetensors") for name in files):
@@ -349,7 +349,7 @@ def _sum(path: Path, progress: Progress) -> str:
 
 
 @contextmanager
-def _hub_errors(repository: str) -> Iterator[None]:
+def hub_errors(repository: str) -> Iterator[None]:
     """Turn errors of the hub and its client into a UsageError with a remedy."""
     from huggingface_hub import errors
 

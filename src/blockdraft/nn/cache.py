@@ -166,12 +166,12 @@ class KVCache(SequenceState):
         assert self._lengths[start] == 0
         super().copy(source, start, length)
         length = self._lengths[start]
-        for store in self._stores():
+        for store in self.stores():
             store[..., start : start + length, :] = store[..., source : source + length, :]
 
     def zero_slots(self, start: int, whole: bool = False) -> None:
         first, end = start + (0 if whole else self._lengths[start]), start + self._capacities[start]
-        for store in self._stores():
+        for store in self.stores():
             store[..., first:end, :] = 0
 
     def export(self, start: int, length: int) -> dict[str, Tensor]:
@@ -209,7 +209,7 @@ class KVCache(SequenceState):
     @property
     def nbytes(self) -> int:
         """Bytes of the layers that have been written to."""
-        return sum(store.nbytes for store in self._stores())
+        return sum(store.nbytes for store in self.stores())
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Keep nodes of the last forward pass as each sequence's next tokens, in order.
@@ -220,7 +220,7 @@ class KVCache(SequenceState):
         for start, nodes in zip(self.starts, path, strict=True):
             first, count = start + self._lengths[start], len(nodes)
             if count and nodes[-1] >= count:  # not the first nodes
-                for store in self._stores():
+                for store in self.stores():
                     accepted = send(first + torch.tensor(nodes), store.device)
                     store[..., first : first + count, :] = store.index_select(-2, accepted)
             self._lengths[start] += count
@@ -326,7 +326,7 @@ class KVCache(SequenceState):
         of_keys, of_values = self.layer(layer)
         return self.view(of_keys, keys.size(2))[0], self.view(of_values, keys.size(2))[0]
 
-    def _stores(self) -> Iterator[Tensor]:
+    def stores(self) -> Iterator[Tensor]:
         for stores in self._layers.values():
             yield from stores
 
@@ -401,7 +401,7 @@ class RecurrentCache(KVCache):
 
     def __init__(self, batch: int, capacity: int) -> None:
         super().__init__(batch, capacity)
-        self._states: dict[int, list[RecurrentState]] = {}  # by first slot; no entry without committed tokens
+        self.stored_states: dict[int, list[RecurrentState]] = {}  # by first slot; no entry without committed tokens
         self._after: dict[int, Callable[[list[int]], list[RecurrentState]]] = {}
 
     def cut(self, value: int, length: int) -> int:
@@ -425,13 +425,13 @@ class RecurrentCache(KVCache):
         paths = zip(self.starts, path, strict=True)
         states = {start: self._after[start](list(nodes)) for start, nodes in paths if len(nodes)}
         super().commit(path)
-        self._states.update(states)
+        self.stored_states.update(states)
         for start in self.starts:
             self._after.pop(start, None)
 
     def states(self, number: int) -> list[RecurrentState | None]:
         """Return the state of each sequence in the `number`th recurrent layer, None without committed tokens."""
-        return [self._states[start][number] if start in self._states else None for start in self.starts]
+        return [self.stored_states[start][number] if start in self.stored_states else None for start in self.starts]
 
     def leave(self, after: After) -> None:
         """Set the function that a forward pass over all sequences leaves for `commit`."""
@@ -441,10 +441,10 @@ class RecurrentCache(KVCache):
     @property
     def state_bytes(self) -> int:
         """Bytes of all states."""
-        return sum(part.nbytes for states in self._states.values() for state in states for part in state)
+        return sum(part.nbytes for states in self.stored_states.values() for state in states for part in state)
 
     def _forget(self, start: int) -> None:
-        self._states.pop(start, None)
+        self.stored_states.pop(start, None)
         self._after.pop(start, None)
 
 

@@ -132,7 +132,7 @@ def check_hub(name: str, file: str, revision: str | None = None) -> None:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return
     try:
-        _ask(huggingface_hub.constants.ENDPOINT)
+        ask_hub(huggingface_hub.constants.ENDPOINT)
     except Exception as error:  # from whichever package the hub's client uses
         raise UsageError(
             f"{name} is no folder here, and the hub cannot be reached to look for it there ({error}); give the path of "
@@ -141,7 +141,7 @@ def check_hub(name: str, file: str, revision: str | None = None) -> None:
 
 
 @cache
-def _ask(address: str) -> None:
+def ask_hub(address: str) -> None:
     """Send a request to the hub, once per process."""
     huggingface_hub.get_session().head(address, timeout=HUB_SECONDS)
 

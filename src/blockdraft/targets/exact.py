@@ -75,7 +75,7 @@ def forward_in_pieces(
         own_slots = send(slots[first:end], device)
         attention = {window: ExactAttention(own_slots, row) for window, row in rows.items()}
         here = [node - first for node in picked if first <= node < end]
-        out, captured = run(_filled(tokens, first, end), _filled(positions, first, end), attention, bool(here))
+        out, captured = run(filled(tokens, first, end), filled(positions, first, end), attention, bool(here))
         if here:
             logits.append(out[0, : end - first] if logits_at is None else out[0, here])
         if captured is not None:
@@ -86,7 +86,7 @@ def forward_in_pieces(
     )
 
 
-def _filled(values: Tensor, first: int, end: int) -> Tensor:
+def filled(values: Tensor, first: int, end: int) -> Tensor:
     """Return values `[B, N]` of nodes `first` to `end` as a piece `[1, EXACT_NODES]`, padded with the last one."""
     nodes = values.flatten()[first:end]
     return torch.cat([nodes, nodes[-1:].expand(EXACT_NODES - len(nodes))])[None]

@@ -150,11 +150,11 @@ class HFTarget(CheckpointTarget):
         return RecurrentCache(batch, capacity) if self._recurrent else KVCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        a_token, a_row = self._cache_sizes
+        a_token, a_row = self.cache_sizes
         return batch * (capacity * a_token + a_row)
 
     @cached_property
-    def _cache_sizes(self) -> tuple[int, int]:
+    def cache_sizes(self) -> tuple[int, int]:
         """Bytes of a cache per token and per row, measured with one token, since families differ."""
         cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(token, chain_parents(1, 1), cache)
@@ -179,7 +179,7 @@ class HFTarget(CheckpointTarget):
         copied = self.cache_bytes(batch, slots) // self.num_layers
         working = (scored * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied
         if self._recurrent:  # inputs of each layer are kept until `commit`; each path begins with a copy of a state
-            layers, a_row = len(self._recurrent), self._cache_sizes[1]
+            layers, a_row = len(self._recurrent), self.cache_sizes[1]
             working += layers * scored * self.hidden_size * self.dtype.itemsize
             working += batch * a_row + 2 * batch * min(nodes, MAX_PATHS) * a_row // layers
         return int(working)

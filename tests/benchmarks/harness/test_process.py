@@ -13,7 +13,7 @@ def test_a_peer_answers_until_it_is_closed(tmp_path: Path) -> None:
         assert peer.about == {"fake": "1.0"}
         assert peer.ask("decode", REQUEST)["tokens"] == [7, 8, 9, 10, 11]
         assert peer.ask("decode", {**REQUEST, "prompt": [1]})["tokens"] == [1, 2, 3, 4, 5]
-    assert peer._process.returncode is not None
+    assert peer.process.returncode is not None
 
 
 @pytest.mark.parametrize(

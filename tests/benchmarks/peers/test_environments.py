@@ -13,7 +13,9 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_failures_are_kept_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import sys; print('error: no such compiler'); sys.exit(3)"
-    monkeypatch.setitem(environments.INSTALLERS, "a", lambda: environments._run("a", sys.executable, "-c", program))
+    monkeypatch.setitem(
+        environments.INSTALLERS, "a", lambda: environments.run_logged("a", sys.executable, "-c", program)
+    )
     for _ in range(2):
         failure = environments.install("a")
         assert failure and failure.startswith("error: no such compiler (")
@@ -25,7 +27,7 @@ def test_failures_are_kept_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(environments.INSTALLERS, "a", lambda: environments._run("a", "no-such-cmake"))
+    monkeypatch.setitem(environments.INSTALLERS, "a", lambda: environments.run_logged("a", "no-such-cmake"))
     assert environments.install("a") == "no-such-cmake is not there"
 
 
@@ -35,15 +37,15 @@ def test_what_is_installed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         environments.install("a")
     assert len(calls) == 1
-    monkeypatch.setattr(environments, "_recipe", lambda: "another one")
+    monkeypatch.setattr(environments, "current_recipe", lambda: "another one")
     environments.install("a")
     assert len(calls) == 2
 
 
 def test_other_options_build_llama_cpp_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, ...]] = []
-    monkeypatch.setattr(environments, "_run", lambda name, *command: ran.append(tuple(map(str, command))))
-    monkeypatch.setattr(environments, "_tools", lambda: ["cmake", "ninja"])
+    monkeypatch.setattr(environments, "run_logged", lambda name, *command: ran.append(tuple(map(str, command))))
+    monkeypatch.setattr(environments, "build_tools", lambda: ["cmake", "ninja"])
     home = environments.folder("llama_cpp")
     (home / "llama").mkdir(parents=True)
     (home / "llama.tar.gz").touch()

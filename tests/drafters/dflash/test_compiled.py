@@ -20,8 +20,8 @@ TOKENS = torch.empty(0)  # which the context of these networks does not depend o
 def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledDraftRunner:
     target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     drafter: Any = load_drafter(request.getfixturevalue(request.param), target=target)
-    assert isinstance(drafter._run, CompiledDraftRunner) and drafter.compile_reason is None
-    return drafter._run
+    assert isinstance(drafter.runner, CompiledDraftRunner) and drafter.compile_reason is None
+    return drafter.runner
 
 
 def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
@@ -70,9 +70,9 @@ def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftRun
     for count in (1, 9, 40):
         needed = run.workspace_bytes(2, count, count + 12) // 4
         memory = torch.full((needed + 64,), 7.5)
-        run._workspace = memory[:needed]
+        run.workspace = memory[:needed]
         state = KVCache(2, 64)
         run.observe(state, TOKENS, torch.randn(2, count, 64))
         state.commit([range(12 if count > 12 else count)] * 2)
         run.draft_tokens(state, torch.zeros(2, count, dtype=torch.int64), 0)
-        assert (memory[needed:] == 7.5).all() and run._workspace.data_ptr() == memory.data_ptr()
+        assert (memory[needed:] == 7.5).all() and run.workspace.data_ptr() == memory.data_ptr()

@@ -103,7 +103,7 @@ def test_refinement_settles_the_surest_draft_tokens_for_chains_trees_and_samples
     state = drafter.new_state(1, 40)
     hidden_states = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(5))
     drafter.observe(state, torch.zeros(1, 9, dtype=torch.long), hidden_states, [9])
-    second = drafter._draft_logits(state, block)[0, 1:].argmax(dim=-1)
+    second = drafter.draft_logits(state, block)[0, 1:].argmax(dim=-1)
     expected = [int(block[0, i + 1] if i in surest else second[i]) for i in range(DEPTH)]
     assert chain.tokens[0, 1:].tolist() == expected
 

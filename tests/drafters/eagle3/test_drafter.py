@@ -231,10 +231,10 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
             passes.append(1)
             return self.inner(*given)
 
-    nodes = drafter._run.nodes
-    monkeypatch.setattr(drafter._run, "nodes", Counted)
-    for number in (lambda levels, following, plan, width: width, eagle3._num_continued):
-        monkeypatch.setattr(eagle3, "_num_continued", number)
+    nodes = drafter.runner.nodes
+    monkeypatch.setattr(drafter.runner, "nodes", Counted)
+    for number in (lambda levels, following, plan, width: width, eagle3.num_continued):
+        monkeypatch.setattr(eagle3, "num_continued", number)
         passes.clear()
         actual.append((drafter.propose(state, torch.tensor([40]), plan), len(passes)))
     (whole, all_passes), (cut, fewer) = actual
@@ -260,19 +260,19 @@ def test_a_tree_grows_from_nodes_whose_children_may_be_proposed(
 ) -> None:
     levels = [torch.tensor([[0.6, 0.1]]).log(), torch.tensor([[0.4, 0.2, 0.05]]).log()]
     plan = TreePlan(6, [SamplingParams()], budget, step_seconds=seconds)
-    assert eagle3._num_continued(levels, torch.tensor([following]).log(), plan, 3) == expected
+    assert eagle3.num_continued(levels, torch.tensor([following]).log(), plan, 3) == expected
     doubled = [level.expand(2, -1).clone() for level in levels]
     doubled[1][0] = -torch.inf  # another sequence without candidates
     both = TreePlan(6, [SamplingParams()] * 2, budget)
     if seconds is None and budget < 5:
-        assert eagle3._num_continued(doubled, torch.zeros(2, 3), both, 3) == expected
+        assert eagle3.num_continued(doubled, torch.zeros(2, 3), both, 3) == expected
 
 
 def test_costs_that_cut_a_tree_save_passes(drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree is that of the most probable nodes, and grows from few of them."""
     state = drafter.new_state(1, 60)
     observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
-    widths, nodes = list[int](), drafter._run.nodes
+    widths, nodes = list[int](), drafter.runner.nodes
 
     class Recorded:
         room = 100
@@ -284,7 +284,7 @@ def test_costs_that_cut_a_tree_save_passes(drafter: Eagle3Drafter, monkeypatch: 
             widths.append(tokens.size(1))
             return self.inner(tokens, parents)
 
-    monkeypatch.setattr(drafter._run, "nodes", Recorded)
+    monkeypatch.setattr(drafter.runner, "nodes", Recorded)
     sizes, passes = list[int](), list[list[int]]()
     for each in (0.0, 0.05):
         widths.clear()
@@ -338,7 +338,7 @@ def test_an_empty_sequence_gets_draft_tokens(drafter: Eagle3Drafter) -> None:
 def test_memory_is_that_of_the_stores(drafter: Eagle3Drafter) -> None:
     state = drafter.new_state(2, 20)
     observe(drafter, state, [[9], [8]], [target_layers_of(1, 3), target_layers_of(1, 4)])
-    assert drafter.state_bytes(2, 20) == sum(store.nbytes for store in state._stores())
+    assert drafter.state_bytes(2, 20) == sum(store.nbytes for store in state.stores())
     assert drafter.weight_bytes() > 4 * 120 * 32
 
 

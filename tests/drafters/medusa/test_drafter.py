@@ -45,13 +45,13 @@ class Distributions:
     """Distributions of each head after a text, computed from the files alone."""
 
     def __init__(self, target: Path, heads: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(target).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(target).eval()
         self._tensors = torch.load(heads / "medusa_lm_head.pt", weights_only=True)
 
     @torch.no_grad()
     def __call__(self, text: list[int]) -> Tensor:
         """Probabilities `[3, V]` of the three tokens behind the anchor that follows the text."""
-        last = self._model.model(torch.tensor([text])).last_hidden_state[0, -1]
+        last = self.model.model(torch.tensor([text])).last_hidden_state[0, -1]
         actual = []
         for head in "012":
             x = last
@@ -80,7 +80,7 @@ def test_each_head_drafts_its_token_from_the_last_hidden_state(
 ) -> None:
     target = load_target(tiny_target_dir, backend=backend)
     watched = Watched(read_network(tiny_medusa_dir, target, MedusaNetwork), target)
-    [answer] = Engine(watched._target, watched, drafting=Drafting(None)).generate(
+    [answer] = Engine(watched.target, watched, drafting=Drafting(None)).generate(
         [PROMPT], SamplingParams(12, ignore_eos=True)
     )
     text = PROMPT + answer.token_ids
@@ -134,7 +134,7 @@ def test_draft_tokens_are_those_of_heads_that_know_the_answer(target: Target) ->
 
 def test_a_tree_holds_the_likeliest_paths(distributions: Distributions, drafter: MedusaDrafter) -> None:
     state = drafter.new_state(1, 40)
-    hidden = distributions._model.model(torch.tensor([PROMPT])).last_hidden_state.detach()
+    hidden = distributions.model.model(torch.tensor([PROMPT])).last_hidden_state.detach()
     drafter.observe(state, torch.tensor([PROMPT]), hidden, [len(PROMPT)])
     proposal = drafter.propose(state, torch.tensor([5]), TreePlan(4, [SamplingParams()], 9))
     probs, best = distributions(PROMPT).topk(9, dim=-1)

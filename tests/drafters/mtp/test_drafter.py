@@ -50,7 +50,7 @@ class Twin:
     """Readable twin of the head: one text, no cache, from the files alone."""
 
     def __init__(self, target: Path, head: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(target).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(target).eval()
         self._tensors = {name.removeprefix("mtp."): one for name, one in load_file(head / "model.safetensors").items()}
         self._config = json.loads((head / "config.json").read_text())
 
@@ -58,19 +58,19 @@ class Twin:
     def __call__(self, text: list[int], count: int, normed_feedback: bool = True) -> list[int]:
         """Draft tokens behind the last token of a text, which is the anchor."""
         ids = torch.tensor([text[:-1]])
-        states = list(self._model.model(ids).last_hidden_state[0])  # of the tokens before each pair's own
+        states = list(self.model.model(ids).last_hidden_state[0])  # of the tokens before each pair's own
         text, draft_tokens = list(text), list[int]()
         for _ in range(count):
             pairs = [self._pair(token, state) for token, state in zip(text[1:], states, strict=True)]
             out = self._layer(torch.stack(pairs))[-1]
             normed = self._norm("norm", out)
-            draft_tokens.append(int(self._model.lm_head(normed).argmax()))
+            draft_tokens.append(int(self.model.lm_head(normed).argmax()))
             text.append(draft_tokens[-1])
             states.append(normed if normed_feedback else out)
         return draft_tokens
 
     def _pair(self, token: int, state: Tensor) -> Tensor:
-        embedded = self._model.model.embed_tokens(torch.tensor(token))
+        embedded = self.model.model.embed_tokens(torch.tensor(token))
         both = [self._norm("pre_fc_norm_embedding", embedded), self._norm("pre_fc_norm_hidden", state)]
         return self._tensors["fc.weight"] @ torch.cat(both)
 
@@ -138,7 +138,7 @@ def test_a_prompt_of_one_token(twin: Twin, target: Target, tiny_mtp_dir: Path) -
     """The first token has no state before it, so the anchor's entry sees itself alone."""
     drafter = load_drafter(tiny_mtp_dir, target=target)
     state = drafter.new_state(1, 20)
-    hidden = twin._model.model(torch.tensor([[7]])).last_hidden_state.detach()
+    hidden = twin.model.model(torch.tensor([[7]])).last_hidden_state.detach()
     drafter.observe(state, torch.tensor([[7]]), hidden, [1])
     proposal = drafter.propose(state, torch.tensor([60]), ChainPlan(4, [SamplingParams()]))
     assert proposal.tokens[0, 1:].tolist() == twin([7, 60], 3)

@@ -147,7 +147,7 @@ def test_the_head_in_a_folder_is_compiled_for_a_compiled_target(family: str, tmp
     for way in ways:
         target = load_target(folder, **{"dtype": "float32", "device": "cpu", "compile": "on"} | way)
         drafter: Any = load_drafter("mtp", target=target)
-        assert isinstance(drafter._run, CompiledDraftRunner) and drafter.bits == (4 if "quantize" in way else None)
+        assert isinstance(drafter.runner, CompiledDraftRunner) and drafter.bits == (4 if "quantize" in way else None)
         plain, drafted = outputs(target, "none", Drafting(None)), outputs(target, "mtp", Drafting(4))
         assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
     assert [part.kind for part in load_drafter(target=ours).parts] == ["lookup", "mtp"]  # the default
@@ -166,7 +166,7 @@ def test_quantized_heads_change_no_output(kinds: Any, family: str, tmp_path: Pat
     target = load_target(path, device="cpu", compile="on")
     assert [part.kind for part in load_drafter(target=target).parts] == ["lookup", "mtp"]  # the default
     drafter: Any = load_drafter("mtp", target=target)
-    assert drafter.compile_reason is None and isinstance(drafter._run, CompiledDraftRunner)
+    assert drafter.compile_reason is None and isinstance(drafter.runner, CompiledDraftRunner)
     assert drafter.kind == "mtp" and 0 < drafter.weight_bytes() < 2 * path.stat().st_size
     plain = [own.token_ids for own in outputs(target, "none", Drafting(None))]
     for drafting in (Drafting(4), Drafting(tree_budget=9), Drafting("auto")):

@@ -125,9 +125,9 @@ def test_observing_what_others_drafted_costs_no_credit() -> None:
     plan = found.plan(requests)
     assert isinstance(plan, HybridPlan) and plan.turns[-1].drafter == 1
     outcome = Outcome(requests, plan, 3, [3], [3], seconds=PAIR.seconds(1, 3), catch_up_seconds=100.0, drafter=1)
-    credit = found._members[1]._credit
+    credit = found.members[1].credit
     found.learn(outcome)
-    assert found._members[1]._credit >= min(credit, MAX_CREDIT) - 0.5
+    assert found.members[1].credit >= min(credit, MAX_CREDIT) - 0.5
 
 
 def test_a_model_is_not_asked_where_only_repetition_pays() -> None:
@@ -136,7 +136,7 @@ def test_a_model_is_not_asked_where_only_repetition_pays() -> None:
     found.drafted = [0, 0]
     both = found.run(1000)
     assert found.drafted[1] < 100 and both > 1.2
-    assert not found.controller._members[1].drafts and found.controller.drafts
+    assert not found.controller.members[1].drafts and found.controller.drafts
 
 
 def test_repetition_that_does_not_pay_costs_next_to_nothing() -> None:
@@ -162,7 +162,7 @@ def test_each_drafts_where_it_promises_more() -> None:
 
 
 def test_what_one_drafter_shows_of_the_pace_of_the_machine_holds_for_all() -> None:
-    lookup, model = (each._times_of(1) for each in controller()._members)
+    lookup, model = (each.step_times(1) for each in controller().members)
     lookup.learn(3, 2e-3, 0)
     for step in range(40):
         model.learn(2, 1e-3 if step < 20 else 3e-3, step)
@@ -182,16 +182,16 @@ def test_what_is_learned_of_each_drafter_is_stored_for_it() -> None:
 def test_each_drafter_begins_with_costs_of_its_own() -> None:
     costs = dict(zip(BOTH.parts, (stored(FREE), stored(PAIR)), strict=True))
     found = HybridController(BOTH, Drafting("auto"), costs.__getitem__, now=lambda: NOW)
-    lookup, model = (each._times_of(1).expected()[1 + 3] for each in found._members)
+    lookup, model = (each.step_times(1).expected()[1 + 3] for each in found.members)
     assert (lookup, model) == (pytest.approx(FREE.seconds(1, 3)), pytest.approx(PAIR.seconds(1, 3)))
 
 
 def test_a_drafter_that_pauses_is_tried_while_another_drafts() -> None:
     """Text in which lookup begins to pay only after a while."""
     found = Turns(easy=0.0, first=0.95, second=0.6)
-    lookup = found.controller._members[0]
-    lookup._paused, lookup._credit = True, -1.0
-    lookup._acceptance.tokens, lookup._acceptance.draft_tokens = 1.0, 3.0
+    lookup = found.controller.members[0]
+    lookup.paused, lookup.credit = True, -1.0
+    lookup.acceptance.tokens, lookup.acceptance.draft_tokens = 1.0, 3.0
     found.easy, found.drafted = 0.8, [0, 0]
     found.run(600)
     assert found.drafted[0] > 200

@@ -268,8 +268,8 @@ def drafted(found: Controller, requests: list[Request]) -> Plan:
     """The next plan that is no trial and drafts, while steps without draft tokens take their time."""
     for _ in range(100):
         plan = found.plan(requests)
-        assert found._decision is not None
-        if plan.block_size > 1 and not found._decision.trial:
+        assert found.decision is not None
+        if plan.block_size > 1 and not found.decision.trial:
             return plan
         count = len(requests)
         draft_tokens = None if plan.block_size == 1 else 4
@@ -319,18 +319,18 @@ def test_a_trial_does_not_change_what_is_usual() -> None:
     found = controller("tree", stored(GPU))
     requests = [request()]
     found.learn(Outcome(requests, drafted(found, requests), 8, [4], [3], [3.0], seconds=GPU.seconds(1, 8)))
-    usual = found._acceptance.num_draft_tokens, found._acceptance.tokens
-    while found._decision is None or not (found._decision.trial and found._decision.max_draft_tokens):
+    usual = found.acceptance.num_draft_tokens, found.acceptance.tokens
+    while found.decision is None or not (found.decision.trial and found.decision.max_draft_tokens):
         plan = found.plan(requests)
         draft_tokens = None if plan.block_size == 1 else 8
-        assert found._decision is not None
-        if not found._decision.trial:
+        assert found.decision is not None
+        if not found.decision.trial:
             found.learn(Outcome(requests, plan, 8, [4], [3], [3.0], seconds=GPU.seconds(1, 8)))
-            usual = found._acceptance.num_draft_tokens, found._acceptance.tokens
+            usual = found.acceptance.num_draft_tokens, found.acceptance.tokens
         elif draft_tokens is None:
             found.learn(Outcome(requests, plan, 0, [0], [0], None, seconds=GPU.seconds(1, None)))
     found.learn(Outcome(requests, plan, 64, [9], [1], [1.0], seconds=GPU.seconds(1, 64)))
-    assert (found._acceptance.num_draft_tokens, found._acceptance.tokens) == usual
+    assert (found.acceptance.num_draft_tokens, found.acceptance.tokens) == usual
 
 
 def test_costs_are_asked_for_once_and_nothing_else_is_run() -> None:
@@ -362,8 +362,8 @@ def test_a_decision_holds_for_some_steps_of_the_same_requests() -> None:
     decoding = Decoding("lookup", PAIR, TEXTS["even"], stored(PAIR))
     decoding.run(300)
     found, decided = decoding.controller, list[int]()
-    decide = found._decide
-    found._decide = lambda requests: decided.append(len(requests)) or decide(requests)  # type: ignore[assignment, func-returns-value]
+    decide = found.decide
+    found.decide = lambda requests: decided.append(len(requests)) or decide(requests)  # type: ignore[assignment, func-returns-value]
     decoding.run(20 * HOLD)
     assert 20 <= len(decided) <= 40
     decoding.run(1)
@@ -387,7 +387,7 @@ class Trials:
 
     def __init__(self) -> None:
         self.found, self.requests = controller(costs=stored(PAIR)), [request()]
-        while not self.found._paused:
+        while not self.found.paused:
             self.step()
 
     def step(self, accepted: float = 0.0, slower: float = 1.0, late: float = 0.0, own: bool = False) -> int:
@@ -400,9 +400,9 @@ class Trials:
             own: Whether the request has draft tokens of its own.
         """
         plan = self.found.plan(self.requests)
-        assert self.found._decision is not None
+        assert self.found.decision is not None
         draft_tokens = plan.block_size - 1
-        seconds = PAIR.seconds(1, draft_tokens or None) * (slower if self.found._decision.trial else 1.0)
+        seconds = PAIR.seconds(1, draft_tokens or None) * (slower if self.found.decision.trial else 1.0)
         lengths, late = [int(accepted * draft_tokens)], late if draft_tokens else 0.0
         outcome = Outcome(self.requests, plan, draft_tokens, [draft_tokens], lengths, seconds=seconds)
         self.found.learn(outcome._replace(catch_up_seconds=late, has_own_drafts=own))
@@ -425,19 +425,19 @@ def test_what_a_drafter_observes_before_a_trial_is_part_of_its_loss() -> None:
 
 def test_catching_up_does_not_end_what_pays() -> None:
     trials = Trials()
-    trials.found._credit = MAX_CREDIT
+    trials.found.credit = MAX_CREDIT
     while not trials.step(accepted=0.15, late=PAIR.seconds(1, None)):  # it gains a tenth of a step, and loses one
         pass
-    assert 0 < trials.found._credit < MAX_CREDIT - 0.8 and not trials.found._rests  # the next may be one, too
+    assert 0 < trials.found.credit < MAX_CREDIT - 0.8 and not trials.found.rests  # the next may be one, too
 
 
 def test_after_a_trial_that_lost_there_are_other_steps_and_after_one_that_paid_the_next() -> None:
     trials = Trials()
-    trials.found._credit = MAX_CREDIT
+    trials.found.credit = MAX_CREDIT
     while not trials.step():
         pass
-    assert trials.found._credit > 0 and not any(trials.step() for _ in range(2))
-    trials.found._credit = MAX_CREDIT
+    assert trials.found.credit > 0 and not any(trials.step() for _ in range(2))
+    trials.found.credit = MAX_CREDIT
     while not trials.step(accepted=1.0):
         pass
     assert trials.step() > 0
@@ -445,22 +445,22 @@ def test_after_a_trial_that_lost_there_are_other_steps_and_after_one_that_paid_t
 
 def test_after_a_trial_that_own_draft_tokens_hide_there_are_other_steps() -> None:
     trials = Trials()
-    trials.found._credit = MAX_CREDIT
+    trials.found.credit = MAX_CREDIT
     while not trials.step(own=True):
         pass
-    assert trials.found._credit > 0 and trials.step() == 0
+    assert trials.found.credit > 0 and trials.step() == 0
 
 
 def test_a_delay_during_a_trial_is_no_loss() -> None:
     trials = Trials()
     for _ in range(3):  # times are known
-        trials.found._credit = MAX_CREDIT
+        trials.found.credit = MAX_CREDIT
         while not trials.step():
             pass
-    trials.found._credit = MAX_CREDIT
+    trials.found.credit = MAX_CREDIT
     while not trials.step(slower=20.0):
         pass
-    assert trials.found._credit > MAX_CREDIT - 2
+    assert trials.found.credit > MAX_CREDIT - 2
 
 
 def test_times_that_are_thought_to_be_far_too_long_are_approached_step_by_step() -> None:

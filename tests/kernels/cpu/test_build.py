@@ -106,7 +106,7 @@ def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
     monkeypatch.setattr(building, "SILENT_SECONDS", 0.05)
-    building._log_compiling.cache_clear()
+    building.log_compiling.cache_clear()
     building.begun.cache_clear()
     return let_go.touch
 

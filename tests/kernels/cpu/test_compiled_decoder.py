@@ -170,7 +170,7 @@ def test_keys_and_values_in_8_bits_are_near_and_take_half_the_memory_of_bfloat16
     assert 0 < float((a.logits - b.logits).norm() / b.logits.norm()) < 0.02
     size = ours.decoder.config.head_dim
     assert ours.cache_bytes(3, 128) * 4 * size == theirs.cache_bytes(3, 128) * (size + 4)
-    memory = cache._layers[0][0]  # type: ignore[attr-defined]
+    memory = next(cache.stores())  # type: ignore[attr-defined]
     assert memory.dtype == torch.int8 and memory.nbytes == ours.cache_bytes(1, memory.size(2))
 
 
@@ -182,7 +182,7 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
     cache, _ = read(target, PROMPTS)
     right = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     cache, _ = read(target, PROMPTS)
-    memory = cache._layers[0][0]  # type: ignore[attr-defined]
+    memory = next(cache.stores())  # type: ignore[attr-defined]
     memory[:, :, cache.starts[1], -4:] = torch.tensor([0, 0, -64, 127], dtype=torch.int8)  # the factor is NaN
     actual = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     assert actual[1].isnan().any() and torch.equal(actual[[0, 2]], right[[0, 2]])
@@ -293,7 +293,7 @@ def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value
     cache, _ = read(target, PROMPTS[:2])
     right = target.forward(tokens, parents, cache, TARGET_LAYERS)
     cache, _ = read(target, PROMPTS[:2])
-    weight, _ = target.decoder.embedding.pack(target.compiled.library)._owners
+    weight, _ = target.decoder.embedding.pack(target.compiled.library).owners
     place = weight if isinstance(weight, torch.Tensor) else weight.scale
     place[250 // place.size(2), :, 250 % place.size(2)] = value
     tokens[0, 1] = 250  # which node 3 sees, and no other
@@ -339,11 +339,11 @@ def test_a_call_stays_within_the_workspace_that_it_asks_for(target: Target) -> N
         needed = compiled.workspace_bytes(batch, count, end) // 4
         for room in (needed, needed - 1):
             memory = torch.full((room + 64,), 7.5)
-            compiled._workspace = memory[:room]
+            compiled.workspace = memory[:room]
             target.forward(*pair(chain(torch.arange(count)[None].expand(batch, -1))), cache)  # type: ignore[arg-type]
             assert (memory[room:] == 7.5).all()
-            assert (compiled._workspace.data_ptr() == memory.data_ptr()) == (room == needed)
-        assert compiled._workspace.numel() == needed
+            assert (compiled.workspace.data_ptr() == memory.data_ptr()) == (room == needed)
+        assert compiled.workspace.numel() == needed
 
 
 def test_the_workspace_grows_with_nodes_and_slots_and_not_with_their_product(target: Target) -> None:

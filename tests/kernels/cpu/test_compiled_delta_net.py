@@ -225,7 +225,7 @@ def test_memory_is_planned(folders: dict[str, Path]) -> None:
     cache.commit([[0, 1]] * 3)
     checkpoints = target.compiled.states.checkpoint_bytes(30)
     assert target.cache_bytes(3, 10) == cache.nbytes + cache.state_bytes + checkpoints
-    rows = cache._rows.values()
+    rows = cache.rows.values()
     trails = sum(row.past.nbytes + row.trail.nbytes for row in rows)
     assert 0 < trails < target.forward_bytes(3, 2, 10) - target.compiled.workspace_bytes(3, 2, 10)
 
@@ -281,10 +281,10 @@ def test_checkpoints_are_far_apart_and_within_a_limit(
 
     for _ in range(12):
         reads(30)
-    assert cache._lengths_kept(0) == [60, 120, 180, 240, 300, 330, 360]
+    assert cache.checkpoint_lengths(0) == [60, 120, 180, 240, 300, 330, 360]
     monkeypatch.setattr(recurrent_cache, "CHECKPOINT_BYTES", 2 * size)
     reads(10)
-    assert cache._lengths_kept(0) == [360, 370] and cache.checkpoint_bytes == 2 * size
+    assert cache.checkpoint_lengths(0) == [360, 370] and cache.checkpoint_bytes == 2 * size
 
 
 def test_a_finished_sequence_is_copied_only(folders: dict[str, Path]) -> None:

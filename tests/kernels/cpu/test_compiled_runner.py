@@ -79,7 +79,7 @@ def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_targe
     run = target.runner(network_of(name).to(target.dtype), owned=True)
     assert isinstance(run, CompiledDraftRunner)
     assert run.library.store_dtype == target.compiled.library.store_dtype
-    assert store == "weights of 8 bits" or (run._target is None) == (network.config.head_dim != 8)
+    assert store == "weights of 8 bits" or (run.lender is None) == (network.config.head_dim != 8)
     for ours, theirs in zip(logits_of(run, network, window), exact, strict=True):
         scale = float(theirs.float().std())
         assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < STORES[store][1] * scale
@@ -153,7 +153,7 @@ def test_a_chain_in_one_call_is_that_of_its_nodes(
     state, anchor = two_texts(run, network), torch.tensor([40, 41])
     wanted, upper_bound = from_draft(run, state, anchor, window, seconds, calibration)
     actual = run.chain(state, anchor, 5, window, seconds, calibration)
-    if run._target is None:  # with weights of other bits than the target's
+    if run.lender is None:  # with weights of other bits than the target's
         assert actual is None
         return
     assert torch.equal(actual[0], wanted) and wanted.size(1) <= 6
@@ -201,7 +201,7 @@ def test_weights_are_rounded_as_the_targets_unless_they_are_to_be_kept(
     )
     network.qat_bits = 8  # which asks for no more bits than the target has
     run: Any = target.runner(network)
-    assert isinstance(run, CompiledDraftRunner) and {each.bits for each in run._packed} == {bits}
+    assert isinstance(run, CompiledDraftRunner) and {each.bits for each in run.packed} == {bits}
     plain = TorchDraftRunner(network, target.draft_host())
     for ours, theirs in zip(logits_of(run, network), logits_of(plain, network), strict=True):
         error = float((ours - theirs).norm() / theirs.norm())
@@ -239,9 +239,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(
 def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftRunner) -> None:
     needed = run.workspace_bytes(2, 30, 60) // 4
     memory = torch.full((needed + 64,), 7.5)
-    run._workspace = memory[:needed]
+    run.workspace = memory[:needed]
     logits_of(run, run.network)
-    assert (memory[needed:] == 7.5).all() and run._workspace.data_ptr() == memory.data_ptr()
+    assert (memory[needed:] == 7.5).all() and run.workspace.data_ptr() == memory.data_ptr()
 
 
 def test_a_row_without_slots_for_more_rows_says_so(run: CompiledDraftRunner) -> None:
@@ -378,4 +378,4 @@ def test_a_growing_head_changes_no_token(temperature: float, tiny_target_dir: Pa
         with Engine(target, drafter, 2, drafting) as engine:
             answers.append([completion.checked().token_ids for completion in engine.generate(prompts, params)])
     assert answers[0] == answers[1] == answers[2]
-    assert len(drafter._kept) > 64 + 100
+    assert len(drafter.kept) > 64 + 100

@@ -206,7 +206,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
     """Print each case and its outcome."""
     target: Any = load_target(target_dir, dtype="float32", device="cpu", backend="native", compile="on")
     drafter: Any = load_drafter(drafter_dir, target=target)
-    decoder, run = target.compiled, drafter._run
+    decoder, run = target.compiled, drafter.runner
     assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftRunner)
     store = torch.zeros(3, 4, 16, 8)
     state, cache = KVCache(2, 8), KVCache(2, 8)
@@ -220,7 +220,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
     mixture: Any = load_target(mixture_dir, dtype="float32", device="cpu", backend="native", compile="on")
 
     eagle: Any = load_drafter(eagle_dir, target=target)
-    rows_run, texts = eagle._run, KVCache(2, 8)
+    rows_run, texts = eagle.runner, KVCache(2, 8)
     rows_run.observe(texts, torch.ones(2, 5, dtype=torch.int64), torch.zeros(2, 5, 64))
     texts.commit([range(5)] * 2)
 
@@ -339,7 +339,7 @@ def test_a_product_is_checked_too() -> None:
     def multiply(fields: LinearFields | None, x: torch.Tensor | None, stride: int, rows: int) -> str:
         at = None if x is None else x.data_ptr()
         arguments = None if fields is None else ctypes.byref(fields), at, stride, rows, y.data_ptr(), None
-        return outcome(lambda: made()._checked(made()._packed_linear(*arguments)))
+        return outcome(lambda: made().checked(made().packed_linear(*arguments)))
 
     assert multiply(fields, x, 5, 3) == multiply(fields, x, 5, 0) == multiply(fields, None, 5, 0) == "nothing"
     assert POINTER in multiply(None, x, 5, 3)
@@ -362,7 +362,7 @@ def test_weights_quantized_are_checked() -> None:
         sizes = {"inputs": 16, "outputs": 9, "kind": kind, "group": group} | more
         fields = LinearFields(weight=codes.data_ptr(), scale=scales, **sizes)
         at = x.data_ptr(), 32, 3, y.data_ptr(), None
-        return outcome(lambda: kernels._checked(kernels._packed_linear(ctypes.byref(fields), *at)))
+        return outcome(lambda: kernels.checked(kernels.packed_linear(ctypes.byref(fields), *at)))
 
     assert multiply(few, 2, 16) == multiply(few, 3, 8) == "nothing"
     for kernels, kind, group in ((made(), 2, 16), (few, 1, 16), (few, 4, 16), (few, -1, 16)):
@@ -386,7 +386,7 @@ def test_weights_quantized_are_checked() -> None:
 def test_structs_must_be_those_of_c(struct: str) -> None:
     fields: list[tuple[str, Any]] = [*library.STRUCTS[struct]._fields_]  # type: ignore[misc]
     first, *others = fields
-    library.check_structs(made()._library)
+    library.check_structs(made().handle)
     for changed, place in (
         ([("another", first[1]), *others], "another"),
         ([others[0], first, *others[1:]], others[0][0]),
@@ -396,7 +396,7 @@ def test_structs_must_be_those_of_c(struct: str) -> None:
     ):
         odd = type("Odd", (ctypes.Structure,), {"_fields_": changed})
         with pytest.raises(AssertionError, match=rf"struct {struct}: .*\('{place}', .* in Python"):
-            library.check_structs(made()._library, {**library.STRUCTS, struct: odd})
+            library.check_structs(made().handle, {**library.STRUCTS, struct: odd})
 
 
 if __name__ == "__main__":

@@ -111,9 +111,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(
 def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(round_drafters: bool) -> None:
     target = load_target(dtype="float32", device="cpu", quantize="int4", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)
-    run = drafter._run
+    run = drafter.runner
     assert isinstance(run, CompiledDraftRunner)
-    assert {packed.bits for packed in run._packed} == {4 if round_drafters else None}
+    assert {packed.bits for packed in run.packed} == {4 if round_drafters else None}
     assert (run.library is target.compiled.library) == round_drafters  # type: ignore[attr-defined]
     answers = [
         Engine(target, each, drafting=Drafting(None))
@@ -133,7 +133,7 @@ def test_drafters_beside_bfloat16_are_rounded_where_integers_are_faster(
     monkeypatch.setattr(native, "multiplies_bfloat16", lambda: few)
     target = load_target(dtype="bfloat16", device="cpu", compile="on", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)
-    assert {packed.bits for packed in drafter._run._packed} == {8 if few and round_drafters else None}
+    assert {packed.bits for packed in drafter.runner.packed} == {8 if few and round_drafters else None}
     ways = [Engine(target, each, drafting=Drafting(None)) for each in (drafter, load_drafter("none", target=target))]
     drafted, plain = (each.generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=24))[0].token_ids for each in ways)
     assert drafted == plain
@@ -200,4 +200,4 @@ def test_a_drafter_trained_for_quantization_is_quantized_beside_a_target_that_is
     for round_drafters in (True, False):
         target = load_target(tiny_target_dir, device="cpu", compile="on", round_drafters=round_drafters, **how)
         drafter: Any = load_drafter(tmp_path / "drafter", target=target)
-        assert {packed.bits for packed in drafter._run._packed} == {bits if round_drafters else None}
+        assert {packed.bits for packed in drafter.runner.packed} == {bits if round_drafters else None}

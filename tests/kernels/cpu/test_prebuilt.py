@@ -94,7 +94,10 @@ def place(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pla
         [level] = [each for each in LEVELS[X86] if each.name == name]
         before = {*folder.iterdir()}
         shutil.copyfile(library, folder / "partial")
-        keep(folder / "partial", prebuilt._name(level, defines(torch.float32, torch.float32, torch.float32, 16, True)))
+        keep(
+            folder / "partial",
+            prebuilt.file_name(level, defines(torch.float32, torch.float32, torch.float32, 16, True)),
+        )
         [path] = {*folder.iterdir()} - before
         return path
 

@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(weight_cache.SWITCH, raising=False)
     monkeypatch.setattr(weight_cache, "MIN_BYTES", 2 << 16)  # the size of `origin`
-    weight_cache._tell_once.cache_clear()
+    weight_cache.tell_once.cache_clear()
     return tmp_path / "cache" / "weights"
 
 

@@ -37,7 +37,7 @@ def drafter_of(folder: Path, target_dir: Path, recorder: Recorder | None, compil
 
 def state_of(drafter: Any, lengths: list[int], extra: int = 40) -> Any:
     generator, size = torch.Generator().manual_seed(0), room(max(lengths) + extra)
-    state, count, hidden_size = drafter.new_state(len(lengths), size), max(lengths), drafter._target.hidden_size
+    state, count, hidden_size = drafter.new_state(len(lengths), size), max(lengths), drafter.target.hidden_size
     tokens = torch.randint(5, 200, (len(lengths), count), generator=generator)
     width = hidden_size * len(drafter.target_layers)
     drafter.observe(state, tokens, torch.randn(len(lengths), count, width, generator=generator), lengths)
@@ -69,10 +69,10 @@ def test_a_chain_in_one_graph_is_that_of_its_nodes(
     count = 5 if seconds is None else min(5, len(seconds) - 1)
     for lengths in ([9, 4], [1], [200, 3]):
         state, anchor = state_of(drafter, lengths), torch.tensor([40, 41])[: len(lengths)]
-        wanted, expected = node_by_node(drafter._run, state, anchor, seconds, calibration)
+        wanted, expected = node_by_node(drafter.runner, state, anchor, seconds, calibration)
         for _ in range(2):  # the first leaves nothing behind
             replays = recorder.replays
-            tokens, accepted = drafter._run.chain(state, anchor, count, None, seconds, calibration)
+            tokens, accepted = drafter.runner.chain(state, anchor, count, None, seconds, calibration)
             assert torch.equal(tokens, wanted) and recorder.replays == replays + 1
             assert (accepted is None) == (seconds is None)
             assert accepted is None or torch.allclose(accepted, expected, rtol=1e-4)
@@ -82,11 +82,11 @@ def test_what_is_drafted_without_graphs(tiny_target_dir: Path, tiny_eagle3_dir: 
     drafter = drafter_of(tiny_eagle3_dir, tiny_target_dir, Recorder())
     state, anchor = state_of(drafter, [9, 4, 5]), torch.tensor([40, 41, 42])
     size = state.capacity
-    assert drafter._run.chain(state, anchor, 5, window=4) is None
-    assert drafter._run.chain(state.of([0, 2 * size, size]), anchor, 5) is None  # not at equal distances
-    assert drafter._run.chain(state_of(drafter, [9], extra=-8), anchor[:1], 300) is None  # no slots behind
-    assert drafter._run.chain(drafter.new_state(1, room(9)), anchor[:1], 5) is None  # no hidden state yet
-    assert drafter._run.chain(state, anchor, 5) is not None
+    assert drafter.runner.chain(state, anchor, 5, window=4) is None
+    assert drafter.runner.chain(state.of([0, 2 * size, size]), anchor, 5) is None  # not at equal distances
+    assert drafter.runner.chain(state_of(drafter, [9], extra=-8), anchor[:1], 300) is None  # no slots behind
+    assert drafter.runner.chain(drafter.new_state(1, room(9)), anchor[:1], 5) is None  # no hidden state yet
+    assert drafter.runner.chain(state, anchor, 5) is not None
     assert drafter.slots_beside == drafter.block_size - 1
 
 
@@ -101,7 +101,7 @@ def test_answers_are_those_of_an_eager_engine(
     answers, recorder = [], Recorder()
     for own in (None, recorder):
         drafter = drafter_of(request.getfixturevalue(name), tiny_target_dir, own)
-        engine = Engine(drafter._target, drafter, 2, drafting)
+        engine = Engine(drafter.target, drafter, 2, drafting)
         answers.append([[c.token_ids for c in engine.generate(prompts, params)] for _ in range(2)])
     assert answers[0] == answers[1]
     assert recorder.replays > recorder.captures
@@ -112,15 +112,15 @@ def test_answers_are_those_of_an_eager_engine(
     "name", [pytest.param("tiny_eagle3_dir", marks=pytest.mark.slow), pytest.param("tiny_mtp_dir", marks=LONG)]
 )
 def test_compiled_chains(request: pytest.FixtureRequest, name: str, tiny_target_dir: Path) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     recorder, compiler = Recorder(), Compiler(CPU, in_background=False)
     drafter = drafter_of(request.getfixturevalue(name), tiny_target_dir, recorder, compiler)
     before = counters["stats"]["unique_graphs"]
     for lengths in ([9, 4], [300, 3, 2]):
         state, anchor = state_of(drafter, lengths), torch.tensor([40, 41, 42])[: len(lengths)]
-        wanted, _ = node_by_node(drafter._run, state, anchor, None, 1.0)
-        tokens, _ = drafter._run.chain(state, anchor, 5)
+        wanted, _ = node_by_node(drafter.runner, state, anchor, None, 1.0)
+        tokens, _ = drafter.runner.chain(state, anchor, 5)
         assert torch.equal(tokens, wanted)
     assert counters["stats"]["unique_graphs"] == before + 2 and not counters["graph_break"]
 
@@ -130,18 +130,18 @@ def test_compiled_chains(request: pytest.FixtureRequest, name: str, tiny_target_
 def test_chains_go_without_graphs_while_a_thread_compiles(
     rows: int, tiny_target_dir: Path, tiny_eagle3_dir: Path
 ) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     recorder, compiler = Recorder(), Compiler(CPU, in_background=True)
     drafter = drafter_of(tiny_eagle3_dir, tiny_target_dir, recorder, compiler)
     state, anchor = state_of(drafter, [9, 4][:rows]), torch.tensor([40, 41])[:rows]
-    assert drafter._run.chain(state, anchor, 5) is None
+    assert drafter.runner.chain(state, anchor, 5) is None
     while not compiler.ready("another", list):
         time.sleep(0.01)
     assert compiler.reason is None
     before = counters["stats"]["unique_graphs"]
     for _ in range(WORTH_CALLS - 1):
-        assert drafter._run.chain(state, anchor, 5) is None
-    tokens, _ = drafter._run.chain(state, anchor, 5)
-    assert torch.equal(tokens, node_by_node(drafter._run, state, anchor, None, 1.0)[0])
+        assert drafter.runner.chain(state, anchor, 5) is None
+    tokens, _ = drafter.runner.chain(state, anchor, 5)
+    assert torch.equal(tokens, node_by_node(drafter.runner, state, anchor, None, 1.0)[0])
     assert counters["stats"]["unique_graphs"] == before, "what a thread has compiled was compiled again"

@@ -35,10 +35,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which in
 @pytest.fixture(autouse=True)
 def counted() -> Iterator[None]:
     """Count what torch.compile does from nothing."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def compilations() -> int:
@@ -64,11 +64,11 @@ def test_logits_are_those_of_uncompiled_forwards(small_buckets: None, name: str)
 def test_draft_passes_write_in_place(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target: Any = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
     target.captured = CapturedDecoder(target.decoder, Recorder(), Compiler(CPU, in_background=False))
-    run = cast("Any", load_drafter(tiny_drafter_dir, target=target))._run
+    run = cast("Any", load_drafter(tiny_drafter_dir, target=target)).runner
     config = run.config
     heads, layers = 2 * config.num_key_value_heads, config.num_hidden_layers
     stores = torch.zeros(layers, 1, heads, 40, config.head_dim)[:, :, :, :32].unbind(0)
-    _, [code] = run_and_get_code(run._compiled, torch.ones(1, 5, config.hidden_size), torch.tensor([3]), *stores)
+    _, [code] = run_and_get_code(run.compiled_pass, torch.ones(1, 5, config.hidden_size), torch.tensor([3]), *stores)
     copied = re.findall(rf"empty_strided_cpu\(\(1, \d+, s\d+, {config.head_dim}\)", code)
     assert not copied, "the memory of keys and values is copied"
     assert all(store.count_nonzero() for store in stores)
@@ -91,13 +91,13 @@ def test_launches_of_a_layer() -> None:
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_forwards_go_on_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     begin = threading.Event()
-    compile_in_thread = Compiler._compile
+    compile_in_thread = Compiler.compile
 
     def slowly(self: Compiler, *args: Any) -> None:
         begin.wait()
         compile_in_thread(self, *args)
 
-    monkeypatch.setattr(Compiler, "_compile", slowly)
+    monkeypatch.setattr(Compiler, "compile", slowly)
     target, recorder, expected = target_of("llama", CPU), Recorder(), target_of("llama", CPU)
     compiler = Compiler(CPU, in_background=True)
     target.capture(recorder, compiler)
@@ -205,7 +205,7 @@ def test_draft_passes_are_those_of_an_uncompiled_drafter(tiny_target_dir: Path, 
             hidden_states = torch.randn(1, count, 2 * target.hidden_size, generator=generator)
             drafter.observe(state, torch.zeros(1, count), hidden_states, [count])
             tokens = torch.randint(5, 200, (1, 5), generator=generator)
-            actual.append(drafter._draft_pass(state, tokens, 1))
+            actual.append(drafter.draft_pass(state, tokens, 1))
     assert recorder.replays == 3 and compilations() == 1
     for plain, compiled in zip(actual[:3], actual[3:], strict=True):
         torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-4)

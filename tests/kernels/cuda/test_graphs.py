@@ -232,7 +232,7 @@ def test_draft_passes_are_those_of_an_eager_drafter(
                 drafter.observe(part, torch.zeros(3, 6), hidden_states, [6, 1 + step % 3, 4])
                 tokens = torch.randint(5, 200, (3, 8 - step % 2), generator=generator).to(device)
                 before = recorder.replays if isinstance(recorder, StandIn) else 0
-                passes += drafter._draft_pass(part, tokens, step // 2 % 2)
+                passes += drafter.draft_pass(part, tokens, step // 2 % 2)
                 if capture and isinstance(recorder, StandIn):
                     assert (recorder.replays > before) == (step // 2 in (0, 3)), "those at equal distances"
         actual.append(passes)

@@ -85,7 +85,7 @@ def test_a_layer_multiplies_looks_up_and_reads_back(monkeypatch: pytest.MonkeyPa
 def test_torch_compile_keeps_it_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = PackedLinear(PackedCodes.of(weight_of("q4_k", 40, 256)), torch.randn(40))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ to compile
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     run = compiled(lambda x: layer(x.cos()) + 1, {0: (0,)})
     for count in (5, 3, MAX_ROWS + 1):

@@ -65,7 +65,7 @@ def test_products_are_those_of_the_rounded_weights(kind: str, tied: bool) -> Non
 def test_layers_of_rounded_weights_are_compiled_as_one_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ to compile
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     network, run_layer = decoder(tied=True), compiled_layers()
     round_weights(network, kind)

@@ -88,14 +88,14 @@ class CausalDenoiser(Denoiser):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # Not a buffer, because it must stay float32 when the weights are cast: bfloat16 cannot distinguish positions.
         with torch.device("cpu"):  # also if the network is created on the meta device
-            self._frequencies = rope_frequencies(config)
+            self.frequencies = rope_frequencies(config)
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, visible: Visible | None = None, cache: KeysValues | None = None
     ) -> Tensor:
-        self._frequencies = self._frequencies.to(tokens.device)
+        self.frequencies = self.frequencies.to(tokens.device)
         x: Tensor = self.model.embed_tokens(tokens)
-        angles = rope_angles(self.config, self._frequencies, positions, x.dtype)
+        angles = rope_angles(self.config, self.frequencies, positions, x.dtype)
         for layer in self.model.layers:
             x = layer(x, angles, visible, cache)
         out: Tensor = self.model.norm(x)

@@ -107,12 +107,12 @@ class _Rotary(nn.Module):
         super().__init__()
         # Checkpoints hold the buffer. Casting the weights rounds it, so we use a copy.
         with torch.device("cpu"):
-            self._frequencies = 1 / ROPE_THETA ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        self.register_buffer("inv_freq", self._frequencies.clone())
+            self.frequencies = 1 / ROPE_THETA ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        self.register_buffer("inv_freq", self.frequencies.clone())
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        self._frequencies = self._frequencies.to(positions.device)
-        angles = positions.unsqueeze(-1) * self._frequencies
+        self.frequencies = self.frequencies.to(positions.device)
+        angles = positions.unsqueeze(-1) * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 

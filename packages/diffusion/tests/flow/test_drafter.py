@@ -39,7 +39,7 @@ def observed(drafter: FlowDrafter, batch: int = 1, length: int = CONTEXT) -> obj
 def logits_of(drafter: FlowDrafter, plan: Plan | None = None, length: int = CONTEXT) -> Tensor:
     plan = plan or ChainPlan(drafter.block_size, [GREEDY])
     with torch.no_grad():
-        return drafter._refined_pass(observed(drafter, 1, length), torch.tensor([7]), plan)[1][0]  # type: ignore[arg-type]
+        return drafter.refined_pass(observed(drafter, 1, length), torch.tensor([7]), plan)[1][0]  # type: ignore[arg-type]
 
 
 def test_passes_are_those_of_the_checkpoint_unless_asked_otherwise(drafter: FlowDrafter, target: Target) -> None:
@@ -57,17 +57,17 @@ def test_passes_are_those_of_the_checkpoint_unless_asked_otherwise(drafter: Flow
 def test_draft_tokens_repeat_and_depend_on_the_noise_of_their_positions(drafter: FlowDrafter) -> None:
     first = logits_of(drafter)
     assert torch.equal(first, logits_of(drafter))
-    noise = drafter._noise.clone()
+    noise = drafter.noise.clone()
     try:
-        drafter._noise[CONTEXT + 1] += 1.0  # that of the first draft token; the others see it
+        drafter.noise[CONTEXT + 1] += 1.0  # that of the first draft token; the others see it
         changed = (logits_of(drafter) - first).abs().amax(dim=-1)
         assert (changed > 1e-4).all()
-        drafter._noise.copy_(noise)
-        drafter._noise[CONTEXT] += 1.0  # the anchor's, and of those behind the block
-        drafter._noise[CONTEXT + drafter.block_size] += 1.0
+        drafter.noise.copy_(noise)
+        drafter.noise[CONTEXT] += 1.0  # the anchor's, and of those behind the block
+        drafter.noise[CONTEXT + drafter.block_size] += 1.0
         assert torch.equal(logits_of(drafter), first)
     finally:
-        drafter._noise.copy_(noise)
+        drafter.noise.copy_(noise)
 
 
 def test_a_shorter_plan_runs_fewer_positions(drafter: FlowDrafter) -> None:

@@ -56,7 +56,7 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
     second = (end - middle) * (1 - begin) / ((end - begin) * (1 - middle))
     second[0, 0] = -1
     noise = torch.randn(2, 4, 3, target.hidden_size, generator=random)
-    variant._moments = lambda rows, size: Moments(noise, begin, middle, end, second)  # type: ignore[method-assign]
+    variant.moments = lambda rows, size: Moments(noise, begin, middle, end, second)  # type: ignore[method-assign]
     hidden = variant.hidden(network, target, hidden_states, rows).flatten(0, 1)
     logits = variant.logits(network, target, hidden)
     slots = Slots(hidden, logits, rows.tokens_BAL.flatten(0, 1), rows.taught_BAK.flatten(0, 1))
@@ -94,7 +94,7 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
 
 def test_the_shares_of_two_jumps_lead_where_both_lead(target: Target, batch: tuple[Tensor, PackedSequences]) -> None:
     variant, _ = made(target)
-    _, begin, middle, end, second = variant._moments(batch[1], 8)
+    _, begin, middle, end, second = variant.moments(batch[1], 8)
     state, one, two = torch.randn(3, 2, 4, 3, 8, dtype=torch.float64)
     both = moved(moved(state, one, begin, middle), two, middle, end)
     at_once = moved(state, torch.lerp(one, two, second.double()), begin, end)
@@ -107,15 +107,15 @@ def test_moments_follow_from_the_seed_the_text_and_the_anchors(
     target: Target, batch: tuple[Tensor, PackedSequences]
 ) -> None:
     variant, rows = made(target)[0], batch[1]
-    first = variant._moments(rows, 8)
+    first = variant.moments(rows, 8)
     before = torch.random.get_rng_state()
-    assert all(map(torch.equal, first, variant._moments(rows, 8)))
+    assert all(map(torch.equal, first, variant.moments(rows, 8)))
     assert torch.equal(torch.random.get_rng_state(), before)
-    alone = variant._moments(PackedSequences(*(one[1:] for one in rows)), 8)  # as where each process has a row
+    alone = variant.moments(PackedSequences(*(one[1:] for one in rows)), 8)  # as where each process has a row
     assert all(torch.equal(one[1:], two) for one, two in zip(first, alone, strict=True))
     for others in (rows._replace(anchors_BA=rows.anchors_BA + 1), rows._replace(tokens_BS=rows.tokens_BS + 1)):
-        assert not torch.equal(first.noise_BAKH, variant._moments(others, 8).noise_BAKH)
-    assert not torch.equal(first.noise_BAKH, made(target, seed=1)[0]._moments(rows, 8).noise_BAKH)
+        assert not torch.equal(first.noise_BAKH, variant.moments(others, 8).noise_BAKH)
+    assert not torch.equal(first.noise_BAKH, made(target, seed=1)[0].moments(rows, 8).noise_BAKH)
 
 
 def test_moments_are_of_both_kinds_and_begin_and_end_where_drafting_does(target: Target) -> None:
@@ -124,7 +124,7 @@ def test_moments_are_of_both_kinds_and_begin_and_end_where_drafting_does(target:
     rows = PackedSequences(
         *torch.zeros(3, 1, 8, dtype=torch.long), torch.arange(4000)[None], blocks, blocks[..., 1:] == 0
     )
-    noise, begin, middle, end, second = (one.squeeze() for one in variant._moments(rows, 2))
+    noise, begin, middle, end, second = (one.squeeze() for one in variant.moments(rows, 2))
     jumps = second >= 0
     assert abs(float(jumps.float().mean()) - 0.25) < 0.03 and abs(float(noise.std()) - 1) < 0.03
     assert abs(float((begin == 0).float().mean()) - 0.5) < 0.03

@@ -53,10 +53,10 @@ def quantized_weights(layers: Sequence[nn.Linear], bits: int) -> Iterator[None]:
     weights = [_local(layer.weight) for layer in layers]
     own = [weight.clone() for weight in weights]
     try:
-        _set(weights, [_quantized(weight, bits) for weight in own])
+        set_weights(weights, [_quantized(weight, bits) for weight in own])
         yield
     finally:
-        _set(weights, own)
+        set_weights(weights, own)
 
 
 def _quantized(weight: Tensor, bits: int) -> Tensor:
@@ -70,6 +70,6 @@ def _local(weight: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def _set(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def set_weights(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for weight, value in zip(weights, values, strict=True):
         weight.copy_(value)

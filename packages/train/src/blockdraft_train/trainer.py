@@ -255,7 +255,7 @@ class Trainer(TrainingRun):
             begin = (number * processes + accelerator.process_index) * self.sequences
             syncing = number == recipe.accumulation - 1
             with contextlib.nullcontext() if syncing else accelerator.no_sync(self.module):
-                sums = self._forward(batch.part(begin, begin + self.sequences))
+                sums = self.forward_sums(batch.part(begin, begin + self.sequences))
                 # Wrappers for many processes average their gradients, but the sum is needed.
                 accelerator.backward(total_loss(self.variant, sums.terms_T, weights) * processes)
             parts.append(Sums(*(value.detach() for value in sums)))
@@ -274,7 +274,7 @@ class Trainer(TrainingRun):
                 shutil.rmtree(self.folder)
         return not_finite(outputs, done, loss, norm)
 
-    def _forward(self, batch: Batch) -> Sums:
+    def forward_sums(self, batch: Batch) -> Sums:
         hidden_states = batch_hidden_states(batch, self.source, self.width, self.target)
         size, teacher = self.target.hidden_size, None
         width = len(self.config.target_layers) * size
@@ -294,7 +294,7 @@ class Trainer(TrainingRun):
             empty = self.batches.batch([()] * self.sequences, torch.Generator(), self.variant.taught_slots)
             padded = self.fixed + [empty] * (-len(self.fixed) % processes)
             weights = total_weights(self.variant, self.fixed)
-            sums = [self._forward(batch) for batch in padded[index::processes]]
+            sums = [self.forward_sums(batch) for batch in padded[index::processes]]
             held_out = step_metrics(self.variant, sums, weights, self.accelerator)
             metrics = {f"held_out_{name}": value for name, value in held_out.items()}
         if self.prompts:

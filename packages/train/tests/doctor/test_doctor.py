@@ -195,13 +195,13 @@ def test_another_target(tmp_path: Path, target: Target) -> None:
 
 @pytest.mark.slow
 def test_decoding_at_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = DFlashDrafter._draft_pass
+    draft = DFlashDrafter.draft_pass
 
     def confused(self: DFlashDrafter, state: KVCache, tokens: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         hidden, logits = draft(self, state, tokens, *given)
         return hidden, logits.roll(1, dims=1)
 
-    monkeypatch.setattr(DFlashDrafter, "_draft_pass", confused)
+    monkeypatch.setattr(DFlashDrafter, "draft_pass", confused)
     found = diagnosis(target, DRAFTER)
     assert found.fault == "decoding" and found.alike < 0.9 and "report it" in found.remedy
 

@@ -45,7 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, before: Taus, after: Taus) -> list
         drafters.append(drafter)
         return before if len(drafters) == 1 else after
 
-    monkeypatch.setattr(continuing, "_measure", measure)
+    monkeypatch.setattr(continuing, "measure_taus", measure)
     return drafters
 
 

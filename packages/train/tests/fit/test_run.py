@@ -174,5 +174,5 @@ def test_a_fit_from_its_plan_to_its_card(
 @pytest.mark.parametrize(("speedup", "pays"), [(1.5, True), (0.95, False)])
 def test_the_end_says_whether_the_drafter_pays(speedup: float, pays: bool) -> None:
     methods = {"chain": {"tau": 1.3, "identical": 1.0}, "chain:auto": {"identical": 1.0, "speedup": speedup}}
-    said = run._outcome(methods)
+    said = run.outcome(methods)
     assert f"{speedup:.2f} times" in said and ("does not pay off" in said) != pays

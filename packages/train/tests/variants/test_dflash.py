@@ -47,7 +47,7 @@ def test_the_training_pass_equals_the_draft_pass(
     logits, expected = parity(variant, network.eval(), drafter, target)
     assert logits.shape[-1] == 200
     for ours, one in zip(logits, expected, strict=True):
-        theirs = drafter._draft_pass(one.state, torch.tensor([[one.anchor] + 5 * [config.mask_token_id]]), 1)[1][0]
+        theirs = drafter.draft_pass(one.state, torch.tensor([[one.anchor] + 5 * [config.mask_token_id]]), 1)[1][0]
         torch.testing.assert_close(ours, theirs[:, kept], atol=1e-4, rtol=1e-4)
 
 

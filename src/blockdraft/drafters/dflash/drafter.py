@@ -72,8 +72,8 @@ class DFlashDrafter(RunnerDrafter):
         self.block_size = self.config.block_size + 1 - self.first_draft_token
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self.has_target_head = reduced_head is None
-        self._target = target
-        self._run: DraftRunner = target.runner(self.network, self.reduced_head, owned)
+        self.target = target
+        self.runner: DraftRunner = target.runner(self.network, self.reduced_head, owned)
         self.network.to(target.device, target.dtype)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
@@ -81,7 +81,7 @@ class DFlashDrafter(RunnerDrafter):
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
         mark(OBSERVE)
-        self._run.observe(state, tokens, hidden_states)
+        self.runner.observe(state, tokens, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -89,13 +89,13 @@ class DFlashDrafter(RunnerDrafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        return self._build_proposal(anchor, *self._refined_pass(state, anchor, plan), plan)
+        return self._build_proposal(anchor, *self.refined_pass(state, anchor, plan), plan)
 
     def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Return the proposal for hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions after anchors."""
         return independent_draft_tokens(anchor, logits, plan)
 
-    def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Return hidden states `[B, D, H]` and logits `[B, D, V]` of the draft tokens after the last pass.
 
         There are D = block_size - 1 draft tokens. With one pass, as in DFlash, all come from the same pass. With more,
@@ -105,33 +105,33 @@ class DFlashDrafter(RunnerDrafter):
         tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
         passes = plan.draft_passes or 1
         if passes == 1:
-            return self._draft_pass(state, tokens, 1, window)
+            return self.draft_pass(state, tokens, 1, window)
         fixed = torch.zeros_like(tokens, dtype=torch.bool)
         fixed[:, 0] = True
         share = NOISE_SCHEDULES[self.noise_schedule]
         for step in range(1, passes):
-            logits = self._draft_logits(state, tokens, window)
+            logits = self.draft_logits(state, tokens, window)
             wanted = max(1, round(share(step / passes) * (block_size - 1)))
             newly = wanted - (int(fixed[0].sum()) - 1)
             confidence, draft_tokens = logits.float().softmax(dim=-1).max(dim=-1)
             best = confidence.masked_fill(fixed, -1.0).topk(max(newly, 0), dim=-1).indices
             tokens = tokens.scatter(1, best, draft_tokens.gather(1, best))
             fixed = fixed.scatter(1, best, True)
-        hidden, logits = self._draft_pass(state, tokens, 1, window)
+        hidden, logits = self.draft_pass(state, tokens, 1, window)
         others = torch.ones_like(logits, dtype=torch.bool).scatter_(2, tokens[:, 1:, None], False)
         return hidden, logits.masked_fill(fixed[:, 1:, None] & others, -torch.inf)
 
-    def _draft_logits(self, state: KVCache, tokens: Tensor, window: int | None = None) -> Tensor:
-        return self._draft_pass(state, tokens, window=window)[1]
+    def draft_logits(self, state: KVCache, tokens: Tensor, window: int | None = None) -> Tensor:
+        return self.draft_pass(state, tokens, window=window)[1]
 
-    def _draft_pass(
+    def draft_pass(
         self, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return hidden states and logits, `[B, N - first, ...]`, of a block from its position `first` on.
 
         Unknown positions hold the mask token. The output of a DFlash drafter at position 0 has no meaning.
         """
-        hidden, logits = self._run.draft_tokens(state, tokens, first, window)
+        hidden, logits = self.runner.draft_tokens(state, tokens, first, window)
         logits = self.network.adjust_logits(logits)
         mark(HEAD)
         return hidden, logits

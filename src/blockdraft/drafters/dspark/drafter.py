@@ -56,13 +56,13 @@ class DSparkDrafter(DFlashDrafter):
     def chooses_length(self) -> bool:  # type: ignore[override]
         return self.network.confidence_head is not None
 
-    def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Return hidden states and logits of the D = block_size - 1 draft tokens.
 
         The anchor's position has the first.
         """
         masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
-        return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
+        return self.draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
     def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         count, q, expected = logits.size(1), None, None

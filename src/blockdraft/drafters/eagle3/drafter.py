@@ -53,24 +53,24 @@ class Eagle3Drafter(RunnerDrafter):
         self.network = network.to(target.device, target.dtype).eval()
         self.config, self.path = network.config, path
         self.target_layers, self.block_size = self.config.target_layers, self.config.block_size
-        self._target, self._own_kept = target, self.network.kept
-        self._run: DraftRunner = target.runner(self.network, owned=owned)
+        self.target, self._own_kept = target, self.network.kept
+        self.runner: DraftRunner = target.runner(self.network, owned=owned)
 
     @property
-    def _kept(self) -> Tensor:
+    def kept(self) -> Tensor:
         """Ids of the tokens that logits are about."""
-        grown = self._run.grown_vocabulary
+        grown = self.runner.grown_vocabulary
         return self._own_kept if grown is None else grown
 
     @property
     def slots_beside(self) -> int:
-        return self._run.slots_beside(self.block_size, WIDTH)
+        return self.runner.slots_beside(self.block_size, WIDTH)
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
         mark(OBSERVE)
-        self._run.observe(state, tokens, hidden_states)
+        self.runner.observe(state, tokens, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -78,10 +78,10 @@ class Eagle3Drafter(RunnerDrafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        width = 0 if isinstance(plan, SampledPlan) else min(WIDTH, plan.tree_budget, len(self._kept))
+        width = 0 if isinstance(plan, SampledPlan) else min(WIDTH, plan.tree_budget, len(self.kept))
         if not width:
             return self._chain(state, anchor, plan)
-        nodes = self._run.nodes(state, plan.block_size, width, plan.draft_window)
+        nodes = self.runner.nodes(state, plan.block_size, width, plan.draft_window)
         return self._tree(nodes, anchor, plan, width)
 
     def _chain(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
@@ -90,7 +90,7 @@ class Eagle3Drafter(RunnerDrafter):
         most = plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1
         plain = draws is None and (seconds is None or all(params.temperature in (0, 1) for params in plan.params))
         drafted = (
-            self._run.chain(state, anchor, most, plan.draft_window, seconds, plan.calibration)
+            self.runner.chain(state, anchor, most, plan.draft_window, seconds, plan.calibration)
             if plain and most
             else None
         )
@@ -98,7 +98,7 @@ class Eagle3Drafter(RunnerDrafter):
             tokens, expected = drafted
             accepted = None if expected is None else tuple(expected.tolist())
             return Proposal(tokens, chain(tokens).parents, expected=accepted)
-        nodes = self._run.nodes(state, plan.block_size, 1, plan.draft_window)
+        nodes = self.runner.nodes(state, plan.block_size, 1, plan.draft_window)
         draft_tokens, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted draft tokens per sequence
         survival = following = torch.ones_like(expected)
@@ -109,7 +109,7 @@ class Eagle3Drafter(RunnerDrafter):
             logits = nodes(draft_tokens[-1][:, None])
             if draws is not None:
                 dist = sparsify(probabilities(logits, plan.params))  # [B, 1, K]
-                dists.append(SparseDistribution(self._kept[dist.ids], dist.probs))
+                dists.append(SparseDistribution(self.kept[dist.ids], dist.probs))
                 ranks = draw(dist.probs, draws[:, depth : depth + 1]).to(anchor.device)
                 draft_tokens.append(dists[-1].ids[:, 0].gather(1, ranks)[:, 0])
                 continue
@@ -118,7 +118,7 @@ class Eagle3Drafter(RunnerDrafter):
                 survival = survival * best.exp()
                 following = survival * best.exp()
                 expected += survival
-            draft_tokens.append(self._kept[best_tokens(logits)[:, 0].to(anchor.device)])
+            draft_tokens.append(self.kept[best_tokens(logits)[:, 0].to(anchor.device)])
         tokens = torch.stack(draft_tokens, dim=1)
         if not dists:
             return Proposal(tokens, chain(tokens).parents, expected=tuple(expected.tolist()) if seconds else None)
@@ -138,10 +138,10 @@ class Eagle3Drafter(RunnerDrafter):
             best = log_probabilities(nodes(tokens, above), plan.params).topk(width, dim=-1)
             children = (likely.unsqueeze(2) + best.values).flatten(1)
             parents = places.repeat_interleave(width, dim=1)
-            levels.append((children, parents, self._kept[best.indices].flatten(1)))
+            levels.append((children, parents, self.kept[best.indices].flatten(1)))
             if depth == plan.block_size - 2 or nodes.room < width:
                 break
-            count = _num_continued([level[0] for level in levels], children + best.values.flatten(1), plan, width)
+            count = num_continued([level[0] for level in levels], children + best.values.flatten(1), plan, width)
             if not count:
                 break
             likely, chosen = children.topk(count, dim=1)
@@ -151,7 +151,7 @@ class Eagle3Drafter(RunnerDrafter):
         return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.step_seconds, plan.calibration)
 
 
-def _num_continued(levels: Sequence[Tensor], following: Tensor, plan: Plan, width: int) -> int:
+def num_continued(levels: Sequence[Tensor], following: Tensor, plan: Plan, width: int) -> int:
     """Return how many nodes of the last level a tree is continued from, at most `width`; 0 ends it.
 
     A child is no likelier than its parent. So nodes outside the tree have no children inside it, where the tree is the

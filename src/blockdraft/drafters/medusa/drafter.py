@@ -46,14 +46,14 @@ class MedusaDrafter(RunnerDrafter):
         self.target_layers = network.config.target_layers
         self.block_size = network.config.num_heads + 1
         self.has_target_head = network.config.shared_head
-        self._target = target
-        self._run: DraftRunner = target.runner(self.network, owned=owned)
+        self.target = target
+        self.runner: DraftRunner = target.runner(self.network, owned=owned)
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
         mark(OBSERVE)
-        self._run.observe(state, tokens, hidden_states)
+        self.runner.observe(state, tokens, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -62,7 +62,7 @@ class MedusaDrafter(RunnerDrafter):
         if plan.block_size == 1:
             return chain(anchor[:, None])
         assert min(state.lengths) > 0, "a draft needs the prompt's hidden states"
-        _, logits = self._run.draft_tokens(state, anchor[:, None].expand(-1, plan.block_size), 1)
+        _, logits = self.runner.draft_tokens(state, anchor[:, None].expand(-1, plan.block_size), 1)
         return independent_draft_tokens(anchor, logits, plan)
 
 

@@ -113,19 +113,19 @@ class Controller:
         self.automatic = self._block_size > 1 and drafting.automatic  # whether the policy decides anything
         chooses = drafter.chooses_tree_size if self._tree else drafter.chooses_length
         self._drafter_chooses = self.automatic and chooses
-        self._costs, self._now = cache(lambda: load_costs(drafter)), now
+        self.costs, self._now = cache(lambda: load_costs(drafter)), now
         most = self.max_draft_tokens if self._drafter_chooses else min(self.max_draft_tokens, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
         self._times: dict[int, StepTimes] = {}  # by binary logarithm of the batch size, in halves
         self._slowdown = Slowdown() if slowdown is None else slowdown
-        self._acceptance = Acceptance(self._block_size - 1)
-        self._initial_tokens = self._acceptance.chain_tokens()
+        self.acceptance = Acceptance(self._block_size - 1)
+        self._initial_tokens = self.acceptance.chain_tokens()
         self._step = 0
-        self._credit = MAX_CREDIT
+        self.credit = MAX_CREDIT
         self._recoveries = 0  # of the slowdown, as far as they were noticed
-        self._rests = False  # whether the last step was a trial that lost or is hidden, so that no trial follows
-        self._paused = False
-        self._decision: Decision | None = None  # for the planned step; None if there was nothing to decide
+        self.rests = False  # whether the last step was a trial that lost or is hidden, so that no trial follows
+        self.paused = False
+        self.decision: Decision | None = None  # for the planned step; None if there was nothing to decide
         self._hold, self._requests = 0, list[Request]()  # steps for which the decision still holds, and its requests
 
     @property
@@ -141,17 +141,17 @@ class Controller:
     @property
     def drafts(self) -> bool:
         """Whether steps are drafted at present."""
-        return self.max_draft_tokens > 0 and not self._paused
+        return self.max_draft_tokens > 0 and not self.paused
 
     @property
     def tries_plain(self) -> bool:
         """Whether the planned step is a trial of plain decoding."""
-        return self._decision is not None and self._decision.trial and not self._decision.max_draft_tokens
+        return self.decision is not None and self.decision.trial and not self.decision.max_draft_tokens
 
     @property
     def rate(self) -> float:
         """Expected tokens per second of the planned step, or 0 if unknown."""
-        return 0.0 if self._decision is None else self._decision.tokens / self._decision.seconds
+        return 0.0 if self.decision is None else self.decision.tokens / self.decision.seconds
 
     def tighter_limits(self, limits: RequestDrafting | None) -> RequestDrafting | None:
         """Return the request's draft limits where they are stricter than the engine's, else None."""
@@ -169,11 +169,11 @@ class Controller:
     def prepare(self) -> None:
         """Read the stored costs before a request has to wait for it."""
         if self.automatic:
-            self._times_of(1)
+            self.step_times(1)
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """Return the plan of the next step of these requests."""
-        previous, self._decision = self._decision, None
+        previous, self.decision = self.decision, None
         params = [request.params for request in requests]
         if self._block_size == 1 or all(request.drafting and not request.drafting.enabled for request in requests):
             return ChainPlan(1, params)
@@ -184,18 +184,18 @@ class Controller:
             block_size = min(block_size, 1 + max(map(self._max_depth, requests)))
         if self.automatic and block_size > 1:
             if previous is None or previous.trial or not self._hold or requests != self._requests:
-                previous, self._requests = self._decide(requests), list(requests)
-            decision = self._decision = previous
+                previous, self._requests = self.decide(requests), list(requests)
+            decision = self.decision = previous
             self._hold -= 1
             block_size, seconds = min(block_size, 1 + decision.max_draft_tokens), decision.step_seconds
             if seconds is None and self._tree:
                 budget = decision.max_draft_tokens
             if seconds is not None:
-                calibration = self._acceptance.calibration
-                if decision.trial and self._paused:
+                calibration = self.acceptance.calibration
+                if decision.trial and self.paused:
                     calibration = max(calibration, 1.0)  # the text may have become easy
                 if self._drafter.runs_network and not self._drafting.sampled:
-                    block_size = min(block_size, 2 + round(SPARE_DEPTH * self._acceptance.depth))
+                    block_size = min(block_size, 2 + round(SPARE_DEPTH * self.acceptance.depth))
         if block_size == 1:
             return ChainPlan(1, params)
         plan = ChainPlan(
@@ -210,12 +210,12 @@ class Controller:
 
     def learn(self, outcome: Outcome) -> None:
         """Learn from a step of the last plan."""
-        decision, acceptance, requests = self._decision, self._acceptance, outcome.requests
+        decision, acceptance, requests = self.decision, self.acceptance, outcome.requests
         if decision is None:
             return
         if outcome.has_own_drafts:  # tokens and seconds do not show what the drafter brings
-            self._rests = decision.trial
-            self._credit -= HIDDEN_TRIAL_COST * decision.trial
+            self.rests = decision.trial
+            self.credit -= HIDDEN_TRIAL_COST * decision.trial
             return
         self._step += 1
         acceptance.age()
@@ -223,7 +223,7 @@ class Controller:
         if outcome.plan.block_size > 1:
             drafted = min(outcome.num_draft_tokens, decision.max_draft_tokens)
         unlimited = [i for i, request in enumerate(requests) if request.drafting is None]
-        times = self._times_of(len(requests))
+        times = self.step_times(len(requests))
         cost = times.at(times.expected(), drafted) if decision.trial else 0.0
         if unlimited or drafted is None:  # else more was drafted than these draft tokens
             times.learn(drafted, outcome.seconds, self._step, self._now())
@@ -236,7 +236,7 @@ class Controller:
                     requests[i]: acceptance.learn_expected(expected[i], outcome.accepted[i]) for i in unlimited
                 }
                 tokens += sum(by_request.values()) - sum(1 + outcome.accepted[i] for i in unlimited)
-                if self._paused or not decision.trial:
+                if self.paused or not decision.trial:
                     depth = max(outcome.max_depth[i] for i in unlimited)
                     acceptance.learn_choice(by_request, outcome.num_draft_tokens, depth)
             else:
@@ -249,15 +249,15 @@ class Controller:
         if decision.trial:  # a delay that the trial met by chance is no loss
             cost = min(cost, times.at(times.expected(), drafted))
             lost = cost / decision.seconds - tokens / decision.tokens
-        self._rests = decision.trial and not (self._paused and lost <= 0)  # drafting that pays again goes on at once
+        self.rests = decision.trial and not (self.paused and lost <= 0)  # drafting that pays again goes on at once
         lost += outcome.catch_up_seconds / decision.seconds  # paid once, so it says nothing about whether drafting pays
-        self._credit = min(max(self._credit + TRIAL_SHARE - lost, -1.0), MAX_CREDIT)
+        self.credit = min(max(self.credit + TRIAL_SHARE - lost, -1.0), MAX_CREDIT)
 
     def skip(self) -> None:
         """Age what is known by a step that another drafter drafted."""
         self._step += 1
-        self._acceptance.age()
-        self._credit = min(self._credit + TRIAL_SHARE, MAX_CREDIT)
+        self.acceptance.age()
+        self.credit = min(self.credit + TRIAL_SHARE, MAX_CREDIT)
 
     def learned(self) -> Iterator[tuple[Drafter, Costs]]:
         """Yield each drafter with the costs of its steps, as far as they were learned while nothing else ran."""
@@ -277,27 +277,27 @@ class Controller:
             most = 0 if not limits.enabled else most if limits.block_size is None else limits.block_size - 1
         return min(most, request.remaining)
 
-    def _decide(self, requests: Sequence[Request]) -> Decision:
+    def decide(self, requests: Sequence[Request]) -> Decision:
         self._hold = min(1 + self._step // 8, HOLD)
         if self._slowdown.recoveries != self._recoveries:  # the machine is faster again, so what paused may pay
-            self._recoveries, self._credit = self._slowdown.recoveries, MAX_CREDIT
+            self._recoveries, self.credit = self._slowdown.recoveries, MAX_CREDIT
         decide = self._decide_pause if self._drafter_chooses else self._decide_size
-        return decide(requests, self._times_of(len(requests)), may_try=self._credit > 0 and not self._rests)
+        return decide(requests, self.step_times(len(requests)), may_try=self.credit > 0 and not self.rests)
 
     def _decide_size(self, requests: Sequence[Request], times: StepTimes, may_try: bool) -> Decision:
         """Choose the length of chains. Lists are by entry of `times`."""
-        sizes, chain_tokens, seconds = [0, *self._sizes], self._acceptance.chain_tokens(), times.expected()
+        sizes, chain_tokens, seconds = [0, *self._sizes], self.acceptance.chain_tokens(), times.expected()
         tokens = self._batch_tokens(requests, [chain_tokens[size] for size in sizes], sizes)
         tokens[1] = 0.0  # a draft pass without draft tokens is no choice
         rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         if rates[best] < MARGIN * rates[0]:
             best = 0
-        self._paused, chosen = best == 0, best
+        self.paused, chosen = best == 0, best
         if may_try:
             bounds = tokens
-            if self._paused:  # the text may have become easy, or was always easier than it seemed
-                upper = self._acceptance.upper_bounds()
+            if self.paused:  # the text may have become easy, or was always easier than it seemed
+                upper = self.acceptance.upper_bounds()
                 bounds = [len(requests) * max(upper[size], self._initial_tokens[size]) for size in sizes]
                 bounds[1] = 0.0
             age = self._step, self._now()
@@ -309,20 +309,20 @@ class Controller:
 
     def _decide_pause(self, requests: Sequence[Request], times: StepTimes, may_try: bool) -> Decision:
         """Choose whether to draft, for a drafter that chooses the number of draft tokens."""
-        known, batch_size, most, seconds = self._acceptance, len(requests), self._sizes[-1], times.expected()
+        known, batch_size, most, seconds = self.acceptance, len(requests), self._sizes[-1], times.expected()
         curve, plain = times.curve(seconds, len(self._sizes)), seconds[0]
         if not known.tokens:
             return Decision(most, curve, False, plain, batch_size)
         tokens = self._batch_tokens(requests, [known.tokens], [most])[0]
         cost = times.at(seconds, known.num_draft_tokens)
-        self._paused = tokens / cost < MARGIN * batch_size / plain
-        if self._paused:
+        self.paused = tokens / cost < MARGIN * batch_size / plain
+        if self.paused:
             cost, tokens = plain, float(batch_size)
         age = self._step, self._now()
         least = times.least(*age)
-        if may_try and (self._paused or batch_size / least[0] <= MARGIN * tokens / cost):
+        if may_try and (self.paused or batch_size / least[0] <= MARGIN * tokens / cost):
             return Decision(most, times.curve(least, times.affordable(MAX_TRIAL_TIME * cost, *age)), True, cost, tokens)
-        if may_try or self._paused:
+        if may_try or self.paused:
             return Decision(0, None, may_try, cost, tokens)
         return Decision(most, curve, False, cost, tokens)
 
@@ -330,20 +330,20 @@ class Controller:
         """Return the tokens of all requests in a step, where the average request yields `tokens` by size."""
         total = [0.0] * len(tokens)
         for request in requests:
-            share = self._acceptance.share(request)
+            share = self.acceptance.share(request)
             most = math.inf if request.drafting is None else 1 + self._max_depth(request)
             for entry, count in enumerate(tokens):
                 total[entry] += min(max(share * count, 1.0), most)
         return [count if size else float(len(requests)) for count, size in zip(total, sizes, strict=True)]
 
-    def _times_of(self, batch_size: int) -> StepTimes:
+    def step_times(self, batch_size: int) -> StepTimes:
         """Return the times at a batch size. A new size begins with what was learned of the nearest one."""
         size = round(2 * math.log2(batch_size))
         if size not in self._times:
-            plain, curve = prior(self._costs(), round(2 ** (size / 2)), self.max_draft_tokens, self._tree)
+            plain, curve = prior(self.costs(), round(2 ** (size / 2)), self.max_draft_tokens, self._tree)
             seconds = [plain, *(curve[count] for count in self._sizes)]
             if self._times:
-                self._credit = min(self._credit + NEW_SIZE_CREDIT, MAX_CREDIT)
+                self.credit = min(self.credit + NEW_SIZE_CREDIT, MAX_CREDIT)
                 factors = self._times[min(self._times, key=lambda other: abs(other - size))].correction()
                 seconds = [time * factor for time, factor in zip(seconds, factors, strict=True)]
             self._times[size] = StepTimes(self._sizes, seconds, self._slowdown)
@@ -370,7 +370,7 @@ class HybridController(Controller):
     ) -> None:
         super().__init__(drafter, drafting, lambda drafter: None, now, max_auto_budget)
         chains = replace(drafting, block_size="auto", tree_budget=0)
-        self._members = [
+        self.members = [
             Controller(
                 part,
                 drafting if part.chooses_tree_size else chains,
@@ -385,31 +385,31 @@ class HybridController(Controller):
 
     @property
     def drafts(self) -> bool:
-        return any(member.drafts for member in self._members)
+        return any(member.drafts for member in self.members)
 
     def prepare(self) -> None:
-        for member in self._members:
+        for member in self.members:
             member.prepare()
 
     def plan(self, requests: Sequence[Request]) -> Plan:
-        plans = [member.plan(requests) for member in self._members]
+        plans = [member.plan(requests) for member in self.members]
         turns = [
-            DraftTurn(index, plan, self._members[index].rate) for index, plan in enumerate(plans) if plan.block_size > 1
+            DraftTurn(index, plan, self.members[index].rate) for index, plan in enumerate(plans) if plan.block_size > 1
         ]
-        if not turns or any(self._members[index].tries_plain for index in self._free):
+        if not turns or any(self.members[index].tries_plain for index in self._free):
             return ChainPlan(1, plans[0].params)
         turns.sort(key=lambda turn: (turn.drafter not in self._free, -turn.tokens_per_second))
         return HybridPlan(max(turn.plan.block_size for turn in turns), plans[0].params, turns)
 
     def learn(self, outcome: Outcome) -> None:
         if outcome.has_own_drafts:
-            for member in self._members:
+            for member in self.members:
                 member.learn(outcome)
             return
         turns = outcome.plan.turns if isinstance(outcome.plan, HybridPlan) else ()
         plans = {turn.drafter: turn.plan for turn in turns}
         none, plain = [0] * len(outcome.requests), ChainPlan(1, outcome.plan.params)
-        for index, member in enumerate(self._members):
+        for index, member in enumerate(self.members):
             if index == outcome.drafter and index in plans:
                 # What others drafted must be observed at some time, so it is no loss of this step.
                 member.learn(outcome._replace(plan=plans[index], catch_up_seconds=0.0))
@@ -421,5 +421,5 @@ class HybridController(Controller):
                 member.skip()
 
     def learned(self) -> Iterator[tuple[Drafter, Costs]]:
-        for member in self._members:
+        for member in self.members:
             yield from member.learned()

@@ -71,7 +71,7 @@ class Build:
         wait([self._made], SILENT_SECONDS)
         if not self._made.done():
             with LOGGING:
-                _log_compiling()
+                log_compiling()
         return self._made.result()
 
     def _make(self) -> Library | None:
@@ -123,7 +123,7 @@ class Build:
 
 
 @cache
-def _log_compiling() -> None:
+def log_compiling() -> None:
     """Log once per process why the program waits."""
     log.warning(
         "Compiling for this processor, once for these dtypes; the result is kept in %s.", cache_folder() / "libraries"

@@ -150,7 +150,7 @@ class CompiledLayers(ABC):
         self._owners: list[Tensor] = []
         # `_reach` changes `_model` and `_layers`, so the lock guards them too.
         self._lock = threading.Lock()
-        self._workspace, self.no_slots = torch.empty(0), torch.empty(0, dtype=library.store_dtype)
+        self.workspace, self.no_slots = torch.empty(0), torch.empty(0, dtype=library.store_dtype)
         self._tables: list[tuple[Tensor, Tensor]] = []
 
     @abstractmethod
@@ -181,14 +181,14 @@ class CompiledLayers(ABC):
         """Make a call of a library function whose sequences reach at most `end` KV slots."""
         with self._lock:
             self._reach(end)
-            call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
+            call.workspace, call.room = self.workspace.data_ptr(), self.workspace.numel()
             pool = self.library.borrow_pool(num_threads())
             call.pool = pool.address
             try:
                 while needed := function(self._model, call):  # a chain's later nodes may need more than its first
-                    self._workspace = torch.empty(0)  # frees the previous one first
-                    self._workspace = torch.empty(needed)
-                    call.workspace, call.room = self._workspace.data_ptr(), needed
+                    self.workspace = torch.empty(0)  # frees the previous one first
+                    self.workspace = torch.empty(needed)
+                    call.workspace, call.room = self.workspace.data_ptr(), needed
             finally:
                 return_pool(pool)
 

@@ -91,14 +91,14 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         self.network: Any = network
         self.embed, self.head, self.described = host.embed, host.head, described
         self._dtype, self._owned, self._has_pairs = host.dtype, owned, described.has_pairs
-        self._packed: list[PackedLinear] = []
+        self.packed: list[PackedLinear] = []
         self._names = {module: name for name, module in network.named_modules()}
         self.quantized_layers: set[str] = set()
         self._growing: GrowingHead | None = None
         # A target that uses the same library lends its embedding, and its head unless there is one of another kind.
         # The reference keeps alive the memory that the model's fields point to.
         lends = host.decoder.library is library and host.own_head is host.reduced_head and host.decoder.lends_head
-        self._target = host.decoder if lends else None
+        self.lender = host.decoder if lends else None
         self._reduced = host.reduced_head if lends else None
         if described.layers:
             self._pack_network(described, host)
@@ -121,7 +121,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
 
     def weight_bytes(self) -> int:
         grown = 0 if self._growing is None else self._growing.nbytes
-        return sum(layer.nbytes for layer in self._packed) + sum(owner.nbytes for owner in self._owners) + grown
+        return sum(layer.nbytes for layer in self.packed) + sum(owner.nbytes for owner in self._owners) + grown
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         if not self.described.layers:
@@ -155,7 +155,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
     ) -> tuple[Tensor, Tensor]:
         if not self.described.layers:
             return self._run_heads(last_hidden_states(state, self.hidden_states(state)), tokens.size(1) - first)
-        if self._target is None:
+        if self.lender is None:
             hidden = self.block_pass(state, self.embed(tokens), window)[:, first:]
             mark(PASS)
             return hidden, self.head(hidden)
@@ -185,7 +185,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         seconds: Sequence[float] | None = None,
         calibration: float = 1.0,
     ) -> tuple[Tensor, Tensor | None] | None:
-        if self._target is None or not self._scores:
+        if self.lender is None or not self._scores:
             return None  # the target's own functions embed or score
         batch = len(anchor)
         tokens = torch.empty(batch, draft_tokens + 1, dtype=torch.int64)
@@ -273,7 +273,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         tokens, beside = tokens.contiguous(), beside.contiguous()
         call, end = self._call(state, tokens.size(0), tokens.size(1), done)
         call.parents, call.beside, call.reach, call.hidden_slots = address(parents), beside.data_ptr(), window, 1
-        if self._target is None:
+        if self.lender is None:
             embedded = self.embed(tokens).float().contiguous()
             call.embedded = embedded.data_ptr()
         else:
@@ -283,7 +283,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
             call.hidden_states = hidden_states.data_ptr()
         if logits is not None:
             call.logits, call.num_logits = logits.data_ptr(), tokens.numel()
-        self._run(call, end, None if self._target is None else tokens)
+        self._run(call, end, None if self.lender is None else tokens)
 
     def _run_block(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
         """Run a pass over blocks, and return hidden states `[B, N, H]` after the final norm."""
@@ -372,8 +372,8 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         else:
             self._fused_norm = pointer(network.part(described.fused_norm).weight)
         lent_embedding, lent_head = LinearFields(), LinearFields()
-        if self._target is not None:
-            lent_embedding, lent_head = self._target.embedding, self._target.head
+        if self.lender is not None:
+            lent_embedding, lent_head = self.lender.embedding, self.lender.head
         self._model = ModelFields(
             layers=self._layers,
             embedding=lent_embedding,
@@ -384,7 +384,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
             **self._shape_fields(),
             **pairs,
         )
-        self._scores = own_head is not None or self._target is not None
+        self._scores = own_head is not None or self.lender is not None
         # Outputs of a pass: that of the last layer, or the same behind the last norm. The first output is that which a
         # block returns, or a node feeds to its children. The target's head reads the last, unless the library runs it.
         last, normed = len(described.layers) - 1, len(described.layers)
@@ -444,7 +444,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
 
         def packed(*projections: nn.Linear) -> PackedLinear:
             self._pack(*projections)
-            return self._packed[-1]
+            return self.packed[-1]
 
         self._first = packed(*(head[0].linear for head in heads))
         self._others = [[packed(block.linear) for block in head[1:count]] for head in heads]
@@ -458,7 +458,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
     def _pack(self, *projections: nn.Linear, quantize: bool = True) -> LinearFields:
         """Pack projections for as long as the network, quantized to `bits` unless `quantize` is False."""
         packed = self._packed_together(*projections, quantize=quantize)
-        self._packed.append(packed)  # it owns the memory
+        self.packed.append(packed)  # it owns the memory
         return self.library.linear(packed)
 
     def _packed_together(self, *projections: nn.Linear, quantize: bool = True) -> PackedLinear:

@@ -294,8 +294,8 @@ class Product:
         inputs: int,
         outputs: int,
     ) -> None:
-        self._library = library
-        self._owners = weight, bias
+        self.handle = library
+        self.owners = weight, bias
         self.fields = LinearFields(bias=None if bias is None else bias.data_ptr(), inputs=inputs, outputs=outputs)
         if isinstance(weight, Tensor):
             self.fields.weight, self.fields.kind = weight.data_ptr(), KINDS[weight.dtype]
@@ -310,7 +310,7 @@ class Product:
             self.fields.span = max(spans(weight.scale, weight.offset), default=0)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        self._library.multiply(self.fields, x, out)
+        self.handle.multiply(self.fields, x, out)
 
 
 class Library:
@@ -335,7 +335,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         check_structs(library)
-        self._library = library
+        self.handle = library
         self._problem = _function(library, "problem", c_int64, returns=c_char_p)
         self._decoder_workspace = _function(library, "decoder_workspace", c_void_p, *[c_int64] * 3)
         self._decoder_forward = _function(library, "decoder_forward", c_void_p, c_void_p)
@@ -343,7 +343,7 @@ class Library:
         self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, *[c_int64] * 3)
         self._draft_context = _function(library, "draft_context", *[c_void_p] * 4)
         types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
-        self._packed_linear = _function(library, "packed_linear", *types)
+        self.packed_linear = _function(library, "packed_linear", *types)
         of_matrix = c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64
         self._pack_blocks = _function(library, "pack_blocks", *of_matrix, *[c_void_p] * 5, c_int64, c_void_p)
         self.lanes = int(_function(library, "lanes")())
@@ -361,26 +361,26 @@ class Library:
 
     def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, threads: int) -> int:
         """Return the float32 numbers in the workspace of `decoder_forward`."""
-        return self._checked(self._decoder_workspace(byref(model), batch, nodes, threads))
+        return self.checked(self._decoder_workspace(byref(model), batch, nodes, threads))
 
     def decoder_forward(self, model: ModelFields, call: CallFields) -> int:
         """Run the layers and return 0.
 
         If the call's workspace is too small, do nothing and return the float32 numbers that it needs.
         """
-        return self._checked(self._decoder_forward(byref(model), byref(call)))
+        return self.checked(self._decoder_forward(byref(model), byref(call)))
 
     def draft_chain(self, model: ModelFields, call: CallFields, chain: ChainFields) -> int:
         """Draft chains. Returns as `decoder_forward`."""
-        return self._checked(self._draft_chain(byref(model), byref(call), byref(chain)))
+        return self.checked(self._draft_chain(byref(model), byref(call), byref(chain)))
 
     def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int, inputs: int) -> int:
         """Return the size of the workspace of `draft_context` in float32 numbers, for inputs of `inputs` numbers."""
-        return self._checked(self._draft_context_workspace(byref(model), batch, nodes, inputs))
+        return self.checked(self._draft_context_workspace(byref(model), batch, nodes, inputs))
 
     def draft_context(self, model: ModelFields, call: CallFields, hidden_states: LinearFields, norm: int) -> int:
         """Write keys and values of projected hidden states. Returns as `decoder_forward`."""
-        return self._checked(self._draft_context(byref(model), byref(call), byref(hidden_states), norm))
+        return self.checked(self._draft_context(byref(model), byref(call), byref(hidden_states), norm))
 
     def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
         """As `nn.packed.Kernels.product`."""
@@ -397,7 +397,7 @@ class Library:
         pool = self.borrow_pool(num_threads())
         try:
             at = x.data_ptr(), x.stride(0), len(x), out.data_ptr(), pool.address
-            self._checked(self._packed_linear(byref(weight), *at))
+            self.checked(self.packed_linear(byref(weight), *at))
         finally:
             return_pool(pool)
 
@@ -420,7 +420,7 @@ class Library:
         assert len(raw) == outputs and raw.strides == (raw.shape[1], 1), (raw.shape, raw.strides, outputs)
         try:
             of_matrix = kind, raw.ctypes.data, raw.shape[1], rows, outputs, inputs
-            self._checked(self._pack_blocks(*of_matrix, *out, wide, pool.address))
+            self.checked(self._pack_blocks(*of_matrix, *out, wide, pool.address))
         finally:
             return_pool(pool)
 
@@ -434,9 +434,9 @@ class Library:
             if pool.threads == threads:
                 return pool
             pool.close()
-        return Pool(self._library, threads)
+        return Pool(self.handle, threads)
 
-    def _checked(self, result: int) -> int:
+    def checked(self, result: int) -> int:
         assert result >= 0, self._problem(-result).decode()
         return result
 

@@ -78,7 +78,7 @@ def runs(machine: str, flags: Collection[str]) -> list[ProcessorLevel]:
 def find(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int) -> tuple[Library, str] | None:
     """Return the best library for this processor and its level, if one was made of exactly these sources."""
     for level in runs(platform.machine(), processor_flags()) if FOLDER.is_dir() else ():
-        library = whole(FOLDER, _name(level, defines(weights, inputs, store, lanes, True)))
+        library = whole(FOLDER, file_name(level, defines(weights, inputs, store, lanes, True)))
         if library is not None:
             return library, level.name
     return None
@@ -98,8 +98,8 @@ def make(compiler: str, folder: Path) -> None:
             subprocess.run(
                 command(compiler, out, "-s", "-DPORTABLE", *level.options, *VECTORS, *PARALLEL, *given), check=True
             )
-            keep(out, _name(level, given))
+            keep(out, file_name(level, given))
 
 
-def _name(level: ProcessorLevel, given: list[str]) -> str:
+def file_name(level: ProcessorLevel, given: list[str]) -> str:
     return f"{level.name}-{name_of(level.options, VECTORS, PARALLEL, given)}"

@@ -135,7 +135,7 @@ class CompiledRecurrentCache(KVCache):
     def __init__(self, batch: int, capacity: int, shape: StateShape) -> None:
         super().__init__(batch, capacity)
         self.shape = shape
-        self._rows: dict[int, RowStates] = {}  # by first slot; no entry without forward passes
+        self.rows: dict[int, RowStates] = {}  # by first slot; no entry without forward passes
         # By first slot and number of tokens, the least recently used first. Several sequences may have the same.
         self._checkpoints: OrderedDict[tuple[int, int], StateCheckpoint] = OrderedDict()
 
@@ -165,8 +165,8 @@ class CompiledRecurrentCache(KVCache):
                 if count > capacity:
                     del self._checkpoints[start, count]
         super().shrink(start, capacity)
-        if capacity == self._lengths[start] and start in self._rows:
-            self._keep(start, self._rows.pop(start))
+        if capacity == self._lengths[start] and start in self.rows:
+            self._keep(start, self.rows.pop(start))
 
     def grow(self, start: int, capacity: int) -> None:
         super().grow(start, capacity)
@@ -174,8 +174,8 @@ class CompiledRecurrentCache(KVCache):
             self._adopt(start, self._checkpoint_at(start, self._lengths[start]))
 
     def reusable(self, start: int, length: int) -> int:
-        own = [count for count in self._lengths_kept(start) if count <= length]
-        if start in self._rows and self._lengths[start] <= length:
+        own = [count for count in self.checkpoint_lengths(start) if count <= length]
+        if start in self.rows and self._lengths[start] <= length:
             own.append(self._lengths[start])
         return max(own, default=0)
 
@@ -186,7 +186,7 @@ class CompiledRecurrentCache(KVCache):
         checkpoint = self._checkpoint_at(source, length)
         super().copy(source, start, length)
         self._adopt(start, checkpoint)
-        for count in self._lengths_kept(source):  # the source may be closed
+        for count in self.checkpoint_lengths(source):  # the source may be closed
             if count <= length:
                 self._checkpoints[start, count] = self._checkpoints[source, count]
                 self._checkpoints.move_to_end((start, count))
@@ -204,7 +204,7 @@ class CompiledRecurrentCache(KVCache):
         past = states.get("past", torch.empty(0))
         self._adopt(start, StateCheckpoint(states["state"], states["window"], past, len(past) // self.shape.trail))
 
-    def _lengths_kept(self, start: int) -> list[int]:
+    def checkpoint_lengths(self, start: int) -> list[int]:
         """Return the numbers of tokens after which there are checkpoints of a sequence, in order."""
         return sorted(count for own, count in self._checkpoints if own == start)
 
@@ -214,8 +214,8 @@ class CompiledRecurrentCache(KVCache):
         if checkpoint is not None:
             self._checkpoints.move_to_end((start, length))
             return checkpoint
-        assert start in self._rows and length == self._lengths[start], f"no state after {length} tokens"
-        return self._shared(self._rows[start])
+        assert start in self.rows and length == self._lengths[start], f"no state after {length} tokens"
+        return self._shared(self.rows[start])
 
     def _shared(self, row: RowStates) -> StateCheckpoint:
         row.shared = True
@@ -226,14 +226,14 @@ class CompiledRecurrentCache(KVCache):
         """Let an empty sequence go on from a checkpoint."""
         path = array("q", range(checkpoint.count))
         state, window, past = checkpoint.state, checkpoint.window, checkpoint.past
-        self._rows[start] = RowStates(state, window, path, past, torch.empty(0), shared=True)
+        self.rows[start] = RowStates(state, window, path, past, torch.empty(0), shared=True)
 
     def _keep(self, start: int, row: RowStates) -> None:
         """Keep a checkpoint of a sequence after its committed tokens."""
         length = self._lengths[start]
         self._checkpoints[start, length] = self._shared(row)
         self._checkpoints.move_to_end((start, length))
-        own = [0, *self._lengths_kept(start)]
+        own = [0, *self.checkpoint_lengths(start)]
         if len(own) > LAST_CHECKPOINTS + 1:
             before, middle, behind = own[-LAST_CHECKPOINTS - 2 : -LAST_CHECKPOINTS + 1]
             if behind - before <= CHECKPOINT_TOKENS:
@@ -248,14 +248,14 @@ class CompiledRecurrentCache(KVCache):
         return sum({id(checkpoint): checkpoint.nbytes for checkpoint in self._checkpoints.values()}.values())
 
     def _forget(self, start: int) -> None:
-        self._rows.pop(start, None)
-        for count in self._lengths_kept(start):
+        self.rows.pop(start, None)
+        for count in self.checkpoint_lengths(start):
             del self._checkpoints[start, count]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all sequences."""
-        return self.shape.nbytes * len(self._rows)
+        return self.shape.nbytes * len(self.rows)
 
     @contextmanager
     def recurring(
@@ -298,7 +298,7 @@ class CompiledRecurrentCache(KVCache):
     @torch.no_grad()
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         for start, nodes in zip(self.starts, path, strict=True):
-            row = self._rows.get(start)
+            row = self.rows.get(start)
             if len(nodes):
                 assert row is not None and nodes[-1] < row.nodes, "such nodes were not in the last forward pass"
                 if row.again is not None and len(nodes) != row.count:
@@ -311,13 +311,13 @@ class CompiledRecurrentCache(KVCache):
                 row.after, row.again, row.nodes = None, None, 0
         super().commit(path)
         for start, nodes in zip(self.starts, path, strict=True):
-            if len(nodes) and self._rows[start].reads:
-                self._keep(start, self._rows[start])
+            if len(nodes) and self.rows[start].reads:
+                self._keep(start, self.rows[start])
 
     def _row(self, start: int) -> RowStates:
-        row = self._rows.get(start)
+        row = self.rows.get(start)
         if row is None:
             assert self._lengths[start] == 0, "the sequence has ended"
             state, window = torch.zeros(self.shape.state), torch.zeros(self.shape.window)
-            row = self._rows[start] = RowStates(state, window, array("q"), torch.empty(0), torch.empty(0))
+            row = self.rows[start] = RowStates(state, window, array("q"), torch.empty(0), torch.empty(0))
         return row

@@ -147,7 +147,7 @@ def cached_weights(
     except Timeout:
         return None
     except OSError as error:
-        _tell_once(str(error.strerror or error), str(cache_folder() / "weights"))
+        tell_once(str(error.strerror or error), str(cache_folder() / "weights"))
         return None
 
 
@@ -232,7 +232,7 @@ def _key(names: Sequence[str]) -> str:
 
 
 @cache
-def _tell_once(reason: str, folder: str) -> None:
+def tell_once(reason: str, folder: str) -> None:
     log.warning(
         "Packed weights cannot be cached in %s (%s), so each start takes as long as this one; set %s=0 to stop trying.",
         folder,

@@ -43,10 +43,10 @@ class CapturedDraftRunner(TorchDraftRunner):
         if self.described.has_pairs:
             self._kept = self.network.kept
             sizes = {0: (0,), 1: (0,), 2: (0,)} | dict.fromkeys(range(3, 3 + 2 * layers), (0, 2))
-            self._compiled = compiled(self._level, sizes)
+            self.compiled_pass = compiled(self._level, sizes)
         else:
             sizes = {0: (0, 1), 1: (0,)} | dict.fromkeys(range(2, 2 + layers), (0, 2))
-            self._compiled = compiled(self._through_layers, sizes)
+            self.compiled_pass = compiled(self._through_layers, sizes)
 
     def draft_tokens(
         self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
@@ -61,7 +61,7 @@ class CapturedDraftRunner(TorchDraftRunner):
             return super().draft_tokens(state, tokens, first, window)
 
         def draft(store: Tensor, tokens: Tensor, starts: Tensor) -> list[Tensor]:
-            run = self._compiled if self._graphs.compiles else self._through_layers
+            run = self.compiled_pass if self._graphs.compiles else self._through_layers
             hidden = run(self.embed(tokens), starts, *store.unbind(0))[:, first:]
             return [hidden, self.head(hidden)]
 
@@ -121,7 +121,7 @@ class CapturedDraftRunner(TorchDraftRunner):
         likes = [view.new_empty(1, view.size(1), view.size(3)) for view in memories]
 
         def draft(memories: Sequence[Tensor], anchor: Tensor, lengths: Tensor) -> list[Tensor]:
-            level = self._compiled if self._graphs.compiles else self._level
+            level = self.compiled_pass if self._graphs.compiles else self._level
             known, *stores = memories
             tokens, probs = [anchor], list[Tensor]()
             rows = torch.arange(len(anchor), device=anchor.device)

@@ -104,10 +104,10 @@ class Compiler:
             self._begun.add(key)
             if self.in_background:
                 # A thread of which the interpreter waits for the end: torch crashes if it is killed.
-                self._threads.append(threading.Thread(target=self._compile, args=(key, warm_up), name="compiler"))
+                self._threads.append(threading.Thread(target=self.compile, args=(key, warm_up), name="compiler"))
                 self._threads[-1].start()
             else:
-                self._compile(key, warm_up)
+                self.compile(key, warm_up)
         is_idle = len(self._begun) == len(self._done) and not COMPILING.locked()
         return is_idle if self.reason is None else not COMPILING.locked()
 
@@ -123,7 +123,7 @@ class Compiler:
             raise UsageError(f"{self.reason}. Use compile off (--compile off).")
         self.in_background = False
 
-    def _compile(self, key: Hashable, warm_up: Callable[[], object]) -> None:
+    def compile(self, key: Hashable, warm_up: Callable[[], object]) -> None:
         with COMPILING, torch.no_grad(), torch.cuda.stream(self._stream):
             if self.reason is not None or not threading.main_thread().is_alive():
                 return

@@ -35,14 +35,14 @@ class ToyDrafter(Drafter):
     def __init__(self, network: ToyNetwork, target: Target, path: Path | None = None) -> None:
         self.network = network.to(target.device, target.dtype).eval()
         self.path, self.target_layers, self.block_size = path, network.config.target_layers, network.config.block_size
-        self._target = target
+        self.target = target
 
     def new_state(self, batch: int, capacity: int) -> ToyState:
-        empty = torch.zeros(0, len(self.target_layers) * self._target.hidden_size, dtype=self._target.dtype)
+        empty = torch.zeros(0, len(self.target_layers) * self.target.hidden_size, dtype=self.target.dtype)
         return ToyState(batch, capacity, empty)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        return batch * capacity * len(self.target_layers) * self._target.hidden_size * self._target.dtype.itemsize
+        return batch * capacity * len(self.target_layers) * self.target.hidden_size * self.target.dtype.itemsize
 
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.network.parameters())
@@ -57,8 +57,8 @@ class ToyDrafter(Drafter):
         hidden = self.network.begin(torch.stack([state.values[start][-1] for start in state.starts]))
         tokens = [anchor]
         for _ in range(plan.block_size - 1):
-            hidden = self.network.step(hidden, self._target.embed(tokens[-1]))
-            tokens.append(best_tokens(self._target.head(hidden)[:, None])[:, 0])
+            hidden = self.network.step(hidden, self.target.embed(tokens[-1]))
+            tokens.append(best_tokens(self.target.head(hidden)[:, None])[:, 0])
         return chain(torch.stack(tokens, dim=1))
 
 

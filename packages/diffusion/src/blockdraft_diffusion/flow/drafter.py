@@ -38,15 +38,15 @@ class FlowDrafter(DFlashDrafter):
     network_class: type[DFlashNetwork] = FlowNetwork
 
     @cached_property
-    def _noise(self) -> Tensor:
-        return position_noise(self.config.hidden_size).to(self._target.device)
+    def noise(self) -> Tensor:
+        return position_noise(self.config.hidden_size).to(self.target.device)
 
     @cached_property
     def _mask(self) -> Tensor:
-        return self._target.embed(self._masks[0, 0])
+        return self.target.embed(self._masks[0, 0])
 
-    def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        network, target, runner = self.network, self._target, cast(TorchDraftRunner, self._run)
+    def refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        network, target, runner = self.network, self.target, cast(TorchDraftRunner, self.runner)
         head, embedded = self.reduced_head or target.draft_head or target.head, target.embed(anchor)[:, None]
 
         def run(added: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class FlowDrafter(DFlashDrafter):
             return logits
 
         places = torch.tensor(state.lengths)[:, None] + torch.arange(1, plan.block_size)
-        noise = self._noise[send(places % POSITIONS, anchor.device)]
+        noise = self.noise[send(places % POSITIONS, anchor.device)]
         passes, share = plan.draft_passes or self.config.diffusion_steps, NOISE_SCHEDULES[self.noise_schedule]
         hidden = network.denoised(noise, passes, share, run, lambda out: mean_embedding(scored(out), target.embed))
         return hidden, scored(hidden)

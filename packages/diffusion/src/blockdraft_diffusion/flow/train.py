@@ -102,7 +102,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         if not network.training:
             passes, share = self.recipe.diffusion_steps, NOISE_SCHEDULES[NOISE_SCHEDULE]
             return network.denoised(self._own_noise(sequences, target), passes, share, run, clean)
-        noise, begin, middle, end, second = self._moments(sequences, target.hidden_size)
+        noise, begin, middle, end, second = self.moments(sequences, target.hidden_size)
         data = target.embed(sequences.tokens_BAL[:, :, 1:]).float()
         state = moved(network.config.noise_std * noise, data, 0.0, begin)
         hidden = run(network.entering(state, begin, end))
@@ -146,7 +146,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         return position_noise(target.hidden_size).to(places.device)[places % POSITIONS]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _moments(self, sequences: PackedSequences, size: int) -> Moments:
+    def moments(self, sequences: PackedSequences, size: int) -> Moments:
         """Draw moments from the seed, a sequence's tokens and its anchors alone, so that a resumed run has the same."""
         device, (blocks, slots) = sequences.anchors_BA.device, sequences.taught_BAK.shape[1:]
         order = torch.arange(1, 1 + blocks, device=device)

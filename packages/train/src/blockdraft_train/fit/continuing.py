@@ -121,7 +121,7 @@ def _continue(where: Where, settings: FitSettings, source: Path, note: Callable[
     count = held_out_count(documents)
     prompts = list(held_out_prompts(documents, split(documents, count, settings.seed)[1], target))
     general = encode_prompts(SAMPLES.prompts, target, TOKENS)
-    measure = partial(_measure, target=target, prompts=prompts, general=general)
+    measure = partial(measure_taus, target=target, prompts=prompts, general=general)
     with telling(note, f"Measuring {init} on {len(prompts)} held-out and {len(general)} general prompts"):
         start = time.monotonic()
         before = measure(init)
@@ -230,5 +230,5 @@ def _finished_after(seconds: float, run: Path) -> Iterator[None]:
         thread.join()
 
 
-def _measure(drafter: Path, target: Target, prompts: list[list[int]], general: list[list[int]]) -> Taus:
+def measure_taus(drafter: Path, target: Target, prompts: list[list[int]], general: list[list[int]]) -> Taus:
     return Taus(*(measure_tau(drafter, target, part, TOKENS) for part in (prompts, general)))

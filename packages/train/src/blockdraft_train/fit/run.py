@@ -112,7 +112,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
     run_steps(steps, folder, note, slack=(1 - Default.SAFETY) * 3600 * fit.settings.hours)
     methods = write_card(fit.where, plan, steps, done_steps(folder), fit.sources, lines)
     return [
-        _outcome(methods),
+        outcome(methods),
         f"The drafter is {fit.where.out}; its README.md has the figures.",
         "",
         *usage(fit.where, plan.temperature),
@@ -127,7 +127,7 @@ NOT_YET = (
 )
 
 
-def _outcome(methods: dict[str, Any]) -> str:
+def outcome(methods: dict[str, Any]) -> str:
     chain, auto = methods["chain"], methods["chain:auto"]
     same = f"same answers: {100 * min(chain['identical'], auto['identical']):.0f} %"
     if chain["tau"] is None or auto["speedup"] is None:
