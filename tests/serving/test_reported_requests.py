@@ -220,6 +220,74 @@ def test_the_first_event_of_a_stream_has_the_warnings(shared_client: Client) -> 
         )
 
 
+FORMAT_PLACES = {path: next(iter(formatted(path, {}))) for path in TEXTS}
+
+
+@pytest.mark.parametrize("path", [*TEXTS, "/v1/completions", "/infill"])
+@pytest.mark.parametrize("other", TEXTS)
+def test_a_schema_where_another_api_has_it_is_refused(shared_client: Client, path: str, other: str) -> None:
+    """It would be ignored, and the client would get prose."""
+    [(name, value)] = formatted(other, {"type": "object"}).items()
+    if name == FORMAT_PLACES.get(path):
+        return
+    body = {"model": MODEL, **TEXTS.get(path, {"prompt": "x", "input_prefix": "x", "input_suffix": "y"}), name: value}
+    answer = shared_client.post(path, body)
+    assert answer.status_code == 400 and f"{name} is not supported by this server" in answer.text, answer.text
+    if path in FORMAT_PLACES:
+        assert f"use {FORMAT_PLACES[path]}" in answer.text
+    for neutral in ({"text": {"format": {"type": "text"}}}, {"response_format": {"type": "text"}}, {"format": ""}):
+        if name in neutral and path.startswith("/v1/"):
+            assert ask(shared_client, path, tokens=2, **neutral).status_code == 200 if path in TEXTS else True
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_schemas_in_a_wrapper_are_refused(shared_client: Client, path: str) -> None:
+    for wrapped in ({"schema": {"type": "object"}}, {"name": "x", "json_schema": {"type": "object"}}):
+        answer = ask(shared_client, path, **formatted(path, wrapped))
+        assert answer.status_code == 400 and "holds a schema inside of" in answer.text, answer.text
+    named = {"type": "object", "properties": {"schema": {"enum": [1]}}, "required": ["schema"]}
+    assert json.loads(output(path, ask(shared_client, path, **formatted(path, named)))) == {"schema": 1}
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+def test_a_schema_beside_another_type_of_format(shared_client: Client, kind: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    for path, form in (
+        ("/v1/responses", {"text": {"format": {"type": kind, "schema": schema}}}),
+        ("/v1/chat/completions", {"response_format": {"type": kind, "schema": schema}}),
+        ("/v1/chat/completions", {"response_format": {"type": kind, "json_schema": {"name": "x", "schema": schema}}}),
+    ):
+        answer = ask(shared_client, path, **form)
+        if kind == "text":
+            assert answer.status_code == 400 and "text with a schema" in answer.text
+        else:
+            assert json.loads(output(path, answer)) == {"a": 1}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("name", ["input_schema", "inputSchema"])
+def test_parameters_where_another_api_has_them_are_refused(shared_client: Client, path: str, name: str) -> None:
+    function = {"name": "f", name: {"type": "object", "properties": {"a": {}}}}
+    tool = {"type": "function", **(function if path == "/v1/responses" else {"function": function})}
+    answer = ask(shared_client, path, tools=[tool])
+    assert answer.status_code == 400 and name in answer.text and "use parameters" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [("/api/generate", {"messages": [USER]}), ("/api/generate", {"tools": [{"type": "function"}]})]
+    + [("/api/chat", {"prompt": "x"}), ("/api/chat", {"system": "x"}), ("/api/chat", {"functions": [{}]})],
+)
+def test_fields_of_ollamas_other_route_are_refused(shared_client: Client, path: str, more: dict[str, Any]) -> None:
+    answer = ask(shared_client, path, **more)
+    assert answer.status_code == 400 and "is not supported by this server; use" in answer.text, answer.text
+
+
+def test_errors_speak_of_objects(shared_client: Client) -> None:
+    answer = ask(shared_client, "/v1/chat/completions", chat_template_kwargs=[1])
+    assert answer.status_code == 400 and "chat_template_kwargs must be an object, got [1]" in answer.text
+
+
 def tools_of(path: str, *functions: dict[str, Any]) -> dict[str, Any]:
     """Return function tools, and a choice that requires a call, in the form of an API."""
     if path == "/v1/messages":

@@ -29,6 +29,7 @@ from blockdraft.serving.request import (
     Usage,
 )
 from blockdraft.serving.schemas import (
+    FORMAT_FIELDS,
     GenerationSchema,
     Listed,
     MaxTokens,
@@ -42,6 +43,7 @@ from blockdraft.serving.schemas import (
     parse_arguments,
     template_variables,
     tool_call,
+    without,
 )
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import NamedEventsResponse, data, respond, until_disconnect
@@ -228,7 +230,9 @@ class CountRequest(Schema):
 class MessagesRequest(CountRequest, GenerationSchema):
     """A chat to continue."""
 
-    unsupported = GenerationSchema.unsupported | CountRequest.unsupported | {"n": (1,)}
+    alternatives = dict.fromkeys(FORMAT_FIELDS, "output_config.format")
+    unsupported = without(GenerationSchema.unsupported, "output_config", "output_format") | CountRequest.unsupported
+    unsupported |= {"n": (1,)}
 
     max_tokens: MaxTokens
     stop_sequences: Stops | None = None

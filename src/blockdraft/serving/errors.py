@@ -96,7 +96,8 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, str(error["ctx"]["error"]), param=param)
     value = repr(error.get("input"))
     value = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}..."
-    return ApiError(400, f"{name} must be {limit_of(error)}, got {value}.", param=param)
+    limit = limit_of(error).replace("a table", "an object")  # JSON's word
+    return ApiError(400, f"{name} must be {limit}, got {value}.", param=param)
 
 
 def _is_type(part: object) -> bool:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from blockdraft.engine import ExtraFile
 from blockdraft.serving.openai.choices import RESPONSES
 from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
-from blockdraft.serving.schemas import GenerationSchema, Int, Listed, Schema
+from blockdraft.serving.schemas import GenerationSchema, Int, Listed, Schema, without
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import ApiResponse, respond
 
@@ -40,7 +40,7 @@ class InfillRequest(GenerationSchema):
     """Request of /infill. Fields of llama.cpp that change only how it computes are ignored."""
 
     unsupported = {
-        **{name: neutral for name, neutral in GenerationSchema.unsupported.items() if name != "n_predict"},
+        **without(GenerationSchema.unsupported, "n_predict"),
         "n": (1,),
         "max_tokens": (),
     }

@@ -30,6 +30,8 @@ from blockdraft.serving.request import (
     ToolCall,
 )
 from blockdraft.serving.schemas import (
+    FORMAT_FIELDS,
+    GRAMMAR_FIELDS,
     STORE,
     GenerationSchema,
     Int,
@@ -41,6 +43,7 @@ from blockdraft.serving.schemas import (
     parse_arguments,
     template_variables,
     tool_call,
+    without,
 )
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import ApiResponse, json_line, respond
@@ -213,6 +216,9 @@ class Options(Schema):
 class OllamaSchema(Schema):
     """Fields that /api/generate and /api/chat share."""
 
+    unsupported = without(FORMAT_FIELDS, "format") | GRAMMAR_FIELDS | {"functions": (), "function_call": ()}
+    alternatives = dict.fromkeys(FORMAT_FIELDS, "format") | {"functions": "tools", "function_call": "tool_choice"}
+
     model: str
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -249,8 +255,8 @@ class OllamaSchema(Schema):
 
 
 class GenerateRequest(OllamaSchema):
-    unsupported = {"images": (), "template": ()}
-    alternatives = {"template": "raw"}
+    unsupported = OllamaSchema.unsupported | dict.fromkeys(("images", "template", "messages", "tools"), ())
+    alternatives = OllamaSchema.alternatives | {"template": "raw", "messages": "/api/chat", "tools": "/api/chat"}
 
     prompt: str = ""
     suffix: str | None = None
@@ -296,6 +302,9 @@ class OllamaMessage(Schema):
 
 
 class OllamaChatRequest(OllamaSchema):
+    unsupported = OllamaSchema.unsupported | {"prompt": (), "system": ()}
+    alternatives = OllamaSchema.alternatives | {"prompt": "messages", "system": "messages"}
+
     messages: Listed[OllamaMessage] = Field(default_factory=list)
     tools: Listed[ChatTool] | None = None
     tool_choice: AnyToolChoice | None = Field(None, description="As in OpenAI's API; Ollama's has no such field.")

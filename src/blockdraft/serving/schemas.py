@@ -22,6 +22,17 @@ NUM_SEEDS = MAX_SEED + 1
 MAX_ITEMS = 10_000  # entries of a list, token ids aside
 MAX_TABLE = 1024  # entries of `logit_bias` and `stop_token_ids`, which every decoding step goes through
 TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+# Fields in which the APIs and other servers take a schema of the output, each with values that ask for text.
+FORMAT_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("format", "output_config", "output_format", "json_schema", "structured_outputs"), ()),
+    "guided_json": (),
+    "response_format": ({"type": "text"},),
+    "text": ({"format": {"type": "text"}},),
+}
+GRAMMAR_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("grammar", "guided_regex", "guided_choice", "guided_grammar"), ()
+)
+WRAPPERS = ("schema", "json_schema")  # in which an API holds a schema, and which are no keywords of one
 STORE = "false keeps the request out of what a server with --record writes."
 T = TypeVar("T")
 
@@ -72,6 +83,11 @@ class Schema(BaseModel):
         return {name: value for name, value in values.items() if value is not None}  # null means not given
 
 
+def without(unsupported: dict[str, tuple[Any, ...]], *names: str) -> dict[str, tuple[Any, ...]]:
+    """Return the unsupported fields of an API that has some of them."""
+    return {name: neutral for name, neutral in unsupported.items() if name not in names}
+
+
 class Speculation(Schema):
     """Draft settings of one request. They change its speed, never the distribution of its output.
 
@@ -119,10 +135,11 @@ class GenerationSchema(Schema):
     """
 
     unsupported = {
-        **dict.fromkeys(("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json"), ()),
-        **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "bad_words"), ()),
-        **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "grammar", "truncate_prompt_tokens"), ()),
-        **dict.fromkeys(("logits_processors", "prompt_logprobs", "json_schema", "n_predict"), ()),
+        **FORMAT_FIELDS,
+        **GRAMMAR_FIELDS,
+        **dict.fromkeys(("suffix", "functions", "function_call", "audio", "web_search_options", "bad_words"), ()),
+        **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "truncate_prompt_tokens"), ()),
+        **dict.fromkeys(("logits_processors", "prompt_logprobs", "n_predict"), ()),
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "min_tokens": (0,),
@@ -190,13 +207,22 @@ def format_grammar(field: str, kind: str, schema: Any) -> Grammar | None:
     Args:
         field: Name of the field that holds the format, for error messages.
         kind: "text", "json_object" or "json_schema".
+
+    Raises:
+        UsageError: The schema is missing, stands beside "text", or is wrapped in another object.
     """
     if kind == "text":
+        if schema is not None:
+            raise UsageError(f"{field} is text with a schema; make it json_schema, or leave the schema out.")
         return None
-    if kind == "json_object":
+    if schema is None and kind == "json_object":
         return Grammar("json_object")
     if schema is None:
         raise UsageError(f"{field} is json_schema without a schema; give the schema.")
+    if isinstance(schema, dict) and not {"type", "properties", "$ref"} & set(schema):
+        for name in WRAPPERS:
+            if isinstance(schema.get(name), dict):
+                raise UsageError(f'{field} holds a schema inside of "{name}"; give the inner one in its place.')
     return Grammar("json_schema", json.dumps(close(schema)))
 
 
@@ -235,6 +261,10 @@ def parse_arguments(text: str | None) -> dict[str, Any] | str:
 def tool_call(call_id: str, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
     """Return an earlier tool call as chat templates take it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# Where Anthropic's API and the Model Context Protocol have the schema of a tool, and OpenAI's APIs `parameters`.
+FOREIGN_PARAMETERS = ("input_schema", "inputSchema")
 
 
 def function_tool(name: str, description: Any, parameters: dict[str, Any]) -> dict[str, Any]:

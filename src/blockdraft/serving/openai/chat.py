@@ -25,6 +25,8 @@ from blockdraft.serving.request import (
     ToolCallDelta,
 )
 from blockdraft.serving.schemas import (
+    FOREIGN_PARAMETERS,
+    FORMAT_FIELDS,
     UNLIMITED,
     GenerationSchema,
     Int,
@@ -40,6 +42,7 @@ from blockdraft.serving.schemas import (
     text_tool,
     tool_call,
     tool_text,
+    without,
 )
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
@@ -130,6 +133,9 @@ class ChatMessage(Schema):
 
 
 class Function(Schema):
+    unsupported = dict.fromkeys(FOREIGN_PARAMETERS, ())
+    alternatives = dict.fromkeys(FOREIGN_PARAMETERS, "parameters")
+
     name: NonEmpty
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -158,11 +164,11 @@ class ChatTool(Schema):
 
 
 class ChatRequest(GenerationSchema):
-    alternatives = dict.fromkeys(("guided_json", "structured_outputs", "json_schema"), "response_format") | {
+    alternatives = dict.fromkeys(FORMAT_FIELDS, "response_format") | {
         "functions": "tools",
         "function_call": "tool_choice",
     }
-    unsupported = {name: neutral for name, neutral in GenerationSchema.unsupported.items() if name != "n_predict"}
+    unsupported = without(GenerationSchema.unsupported, "n_predict", "response_format")
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[MaxTokens | None, UNLIMITED] = None
@@ -192,8 +198,7 @@ class ChatRequest(GenerationSchema):
         grammar = None
         if (form := self.response_format) is not None:
             schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
-            kind = "json_schema" if form.type == "json_object" and schema is not None else form.type
-            grammar = format_grammar("response_format", kind, schema)
+            grammar = format_grammar("response_format", form.type, schema)
         choice, tools = choose_tools(self.tool_choice, offered_tools(self.tools))
         return GenerationRequest(
             prompt=ChatMessages(

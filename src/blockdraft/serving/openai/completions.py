@@ -15,7 +15,7 @@ from blockdraft.engine.text import REPLACEMENT, text_decoder
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
 from blockdraft.serving.request import Event, Finished, GenerationRequest, Infill, Started, TextDelta
-from blockdraft.serving.schemas import UNLIMITED, GenerationSchema, Int, Listed, TokenIds
+from blockdraft.serving.schemas import UNLIMITED, GenerationSchema, Int, Listed, TokenIds, without
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import respond
 from blockdraft.types import MAX_LOGPROBS, TokenLogprob
@@ -37,11 +37,7 @@ def router(service: Service) -> APIRouter:
 
 
 class CompletionRequest(GenerationSchema):
-    unsupported = {name: neutral for name, neutral in GenerationSchema.unsupported.items() if name != "suffix"} | {
-        "best_of": (1,),
-        "response_format": ({"type": "text"},),
-        "tools": (),
-    }
+    unsupported = without(GenerationSchema.unsupported, "suffix") | {"best_of": (1,), "tools": ()}
 
     prompt: str | Listed[str] | TokenIds | Listed[TokenIds]
     max_tokens: Annotated[Annotated[Int, Field(ge=0, lt=2**31)] | None, UNLIMITED] = None

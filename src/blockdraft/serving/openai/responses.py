@@ -28,6 +28,8 @@ from blockdraft.serving.request import (
     ToolCallDelta,
 )
 from blockdraft.serving.schemas import (
+    FOREIGN_PARAMETERS,
+    FORMAT_FIELDS,
     GenerationSchema,
     Listed,
     MaxTokens,
@@ -42,6 +44,7 @@ from blockdraft.serving.schemas import (
     text_tool,
     tool_call,
     tool_text,
+    without,
 )
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import NamedEventsResponse, respond
@@ -259,6 +262,8 @@ def _offer(tool: dict[str, Any], namespace: str | None = None) -> list[OfferedTo
     if kind == "custom":
         return [OfferedTool(full, text_tool(full, tool.get("description"), tool.get("format")), True, call)]
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+    if foreign := next((key for key in FOREIGN_PARAMETERS if tool.get(key)), None):
+        raise UsageError(f"tools holds {name} with {foreign}, which this API lacks; use parameters.")
     if not isinstance(parameters, dict):
         raise UsageError(f"tools holds parameters of {name} that are not the JSON schema of an object; give one.")
     return [OfferedTool(full, function_tool(full, tool.get("description"), parameters), False, call)]
@@ -282,7 +287,8 @@ class ReasoningConfig(Schema):
 
 
 class ResponsesRequest(GenerationSchema):
-    unsupported = GenerationSchema.unsupported | {
+    alternatives = dict.fromkeys(FORMAT_FIELDS, "text.format") | {"max_tokens": "max_output_tokens"}
+    unsupported = without(GenerationSchema.unsupported, "text") | {
         "n": (1,),
         "max_tokens": (),
         "background": (False,),
