@@ -26,7 +26,6 @@ LAYERS = [
     {"targets"},
     {"drafters"},
     {"engine"},
-    {"data"},
     {"evaluation"},
     {"compat", "tools.inspect", "tools.export"},
     {"tools", "tools.quantize"},
@@ -62,8 +61,6 @@ EXCEPTIONS = {
     "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
     "blockdraft.engine.adaptive.costs": "Radar and fit read the step times that were measured on this machine",
     "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",
-    "blockdraft.engine.stats": "training and fit report tau as the engine does",
-    "blockdraft.engine.text": "data are tokenized as the engine tokenizes prompts",
     "blockdraft.kernels.cpu.build": "Radar asks whether kernels are compiled for this machine",
 }
 PACKAGES = ("train", "diffusion", "radar", "jax", "mlx")

@@ -16,14 +16,14 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_chat
-from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.records import ChatRecord, parse_record, read_records
-from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target, load_target_text
 from blockdraft.types import Grammar, SamplingParams
+from blockdraft_train.data.chats import ChatEncoder
+from blockdraft_train.data.records import ChatRecord, parse_record, read_records
+from blockdraft_train.data.settings import RecordSettings
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"

@@ -8,7 +8,6 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
 from blockdraft.settings import (
     Count,
@@ -22,6 +21,7 @@ from blockdraft.settings import (
     read_settings,
     settings,
 )
+from blockdraft_train.data.settings import RecordSettings
 from blockdraft_train.variants.dflash import DFlashRecipe
 
 

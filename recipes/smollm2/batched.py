@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.data.records import Message
 from blockdraft.engine import loops
 from blockdraft.kernels.cuda.graphs import CudaRecorder
 from blockdraft.nn.attention import ExactAttention
 from blockdraft.nn.decoder import Decoder
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.records import Message
 from blockdraft_train.data.responders import Response
 
 STEPS = 16  # steps between two looks at what has ended

@@ -26,7 +26,7 @@ def test_a_target_is_rounded_and_loaded(tiny_target_dir: Path, tmp_path: Path, b
 def test_text_is_measured_on(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
     rows = [
         {"prompt": "say a word", "response": "the word"},
-        {"turns": ["a question without an answer"]},
+        {"prompt": "a question without an answer"},
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the inn"}]},
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]) * 20)
@@ -61,13 +61,16 @@ def test_bad_input_is_reported(
     assert (code, out) == (2, "") and message in err and not list(tmp_path.iterdir())
 
 
-def test_fields_of_the_text_can_be_named(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
+def test_other_forms_are_read_from_the_tokens_of_data(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
     (tmp_path / "text.jsonl").write_text('{"question": "the thing", "answer": "a thing"}\n' * 40)
-    options = ("--out", tmp_path / "few", "--calibrate", tmp_path / "text.jsonl", "--length", 8)
-    code, _, err = blockdraft("quantize", tiny_target_dir, *options)
-    assert code == 2 and "--prompt-field" in err
-    fields = ("--prompt-field", "question", "--response-field", "answer", "--tokens", 64, "--held-out", 16)
-    code, _, err = blockdraft("quantize", tiny_target_dir, *options, *fields)
+    sizes = ("--length", 8, "--tokens", 64, "--held-out", 16)
+    options = ("--out", tmp_path / "few", *sizes, "--calibrate")
+    code, _, err = blockdraft("quantize", tiny_target_dir, *options, tmp_path / "text.jsonl")
+    assert code == 2 and "text.jsonl, line 1 must be a JSON object with messages" in err and "blockdraft data" in err
+    fields = ("--prompt-field", "question", "--response-field", "answer")
+    data = ("data", tmp_path / "text.jsonl", "--target", tiny_target_dir, "--out", tmp_path / "tokens", *fields)
+    assert blockdraft(*data)[0] == 0
+    code, _, err = blockdraft("quantize", tiny_target_dir, *options, tmp_path / "tokens")
     assert code == 0 and "Calibrated on 64 tokens, measured on 16 others." in err
 
 

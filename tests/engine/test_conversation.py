@@ -9,14 +9,14 @@ from threading import Event
 import pytest
 from thinned import thinned
 
-from blockdraft.data.records import ChatRecord, read_records
-from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, ContextFull, Conversation, Engine, chat_engine
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_train.data.records import ChatRecord, read_records
+from blockdraft_train.data.settings import RecordSettings
 
 TEXTS = ["hello there, who are you?", "and what then?", "why"]
 # Repeats only the end of an answer, as templates that drop the reasoning of earlier turns.

@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
 from blockdraft_diffusion.text import (
     PackedTexts,
@@ -21,6 +20,7 @@ from blockdraft_diffusion.text import (
     sequence_length,
     token_text,
 )
+from blockdraft_train.data.settings import RecordSettings
 
 
 def test_texts_and_chats(model_of: Any, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from several_processes import assert_no_process_group, writing_threads
 
-from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft_diffusion.create import new_model
 from blockdraft_diffusion.folder import load_model
@@ -27,6 +26,7 @@ from blockdraft_diffusion.settings import DiffusionRecipe, LikelihoodSettings, N
 from blockdraft_diffusion.text import TextTokens, read_texts
 from blockdraft_diffusion.train import train
 from blockdraft_train import checkpoints
+from blockdraft_train.data.settings import RecordSettings
 from blockdraft_train.graceful_shutdown import FINISH
 from blockdraft_train.progress import Progress
 from blockdraft_train.trainer import run_folder

@@ -10,7 +10,7 @@ from pydantic import Field
 from blockdraft.cli import display
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import DATA, MODEL, Only
-from blockdraft.cli.target import Folder, RecordFields, TargetSettings, quiet
+from blockdraft.cli.target import Folder, TargetSettings, quiet
 from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
@@ -26,8 +26,9 @@ class QuantizeOut:
     out: Folder = Field(description="Folder of the new checkpoint, new or empty.")
     calibrate: Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True, panel=DATA)] = Field(
         (),
-        description="Text of the kind that the target will get: files or datasets as for `blockdraft data`; repeat the "
-        "option for several. Without text, weights are rounded to the nearest value.",
+        description="Text of the kind that the target will get: a text file, JSON lines with `messages`, `text` or "
+        "`prompt` and `response`, or a folder that `blockdraft data` made of anything else; repeat the option for "
+        "several. Without text, weights are rounded to the nearest value.",
     )
 
 
@@ -44,7 +45,6 @@ def quantize(
     options: QuantizeOut,
     settings: QuantizeSettings,
     calibration: CalibrationSettings,
-    records: RecordFields,
     model: Annotated[TargetSettings, Only("adapter revision", MODEL)],
 ) -> None:
     """Quantize a target's weights to 4 or 8 bits, and write a checkpoint.
@@ -63,7 +63,7 @@ def quantize(
     name = target or "bundled"
     text = None
     if options.calibrate:
-        text = read_text(options.calibrate, records, load_target_text(name, model.revision), calibration)
+        text = read_text(options.calibrate, load_target_text(name, model.revision), calibration)
     with display.progress("parts") as progress:
         place = BUNDLED if target is None else target
         done = quantize_checkpoint(place, options.out, settings, text, model.revision, model.adapter, progress)

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from blockdraft.cli.display import tell
 from blockdraft.cli.options import DATA, DRAFTING, MODEL, OUTPUT, SAMPLING, Only
-from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
 from blockdraft.plugins import DRAFTERS, entry_points, install_hint
 from blockdraft.settings import Flag, field_info, settings
@@ -47,8 +46,6 @@ SAMPLING_FLAGS = (
 SAMPLED_ONLY = ("top_k", "top_p", "min_p")  # flags without effect at temperature 0
 Sampling = Annotated[SamplingParams, Only(SAMPLING_FLAGS, SAMPLING)]
 DraftingOptions = Annotated[Drafting, Only("block_size tree_budget draft_window draft_passes sampled", DRAFTING)]
-Records = Annotated[RecordSettings, Only("split subset", DATA)]
-RecordFields = Annotated[RecordSettings, Only("split subset text_field prompt_field response_field", DATA)]
 
 TARGET = (
     "Model whose output counts: a Hugging Face folder or hub name, a GGUF file, or a pulled model of `blockdraft "

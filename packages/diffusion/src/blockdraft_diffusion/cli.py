@@ -18,7 +18,7 @@ from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, standard, tell
 from blockdraft.cli.generate import PromptArgument, checked_text, read_prompt, read_prompts
 from blockdraft.cli.options import DATA, MODEL, RUN, CommandSpec, Only, RecipeCommand, add
-from blockdraft.cli.target import AsJson, Folder, RecordFields, TargetSettings, exclude, quiet
+from blockdraft.cli.target import AsJson, Folder, TargetSettings, exclude, quiet
 from blockdraft.settings import Count, Flag, as_toml, read_settings, settings
 from blockdraft_diffusion.settings import (
     ConvertSettings,
@@ -27,6 +27,7 @@ from blockdraft_diffusion.settings import (
     NewSettings,
     SampleSettings,
 )
+from blockdraft_train.cli.data import RecordFields
 from blockdraft_train.cli.train import SHOW_RECIPE, RecipeFile, ShowRecipe, check_given, missing_package
 
 if TYPE_CHECKING:

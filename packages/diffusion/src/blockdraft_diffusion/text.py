@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.records import Record, read_records
-from blockdraft.data.settings import RecordSettings
 from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
 from blockdraft_diffusion.model import DiffusionModel
+from blockdraft_train.data.chats import ChatEncoder
+from blockdraft_train.data.records import Record, read_records
+from blockdraft_train.data.settings import RecordSettings
 
 GAP = "[GAP]"  # marks a gap to fill
 DEFAULT_LENGTH = 512  # tokens of a sequence

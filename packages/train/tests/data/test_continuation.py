@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
@@ -19,7 +18,7 @@ from blockdraft_train.data.documents import read_data
 from blockdraft_train.data.prepare import Preparation, RecordReader
 from blockdraft_train.data.regenerate import Continuation, beginning
 from blockdraft_train.data.responders import EngineResponder, Response
-from blockdraft_train.data.settings import DataSettings
+from blockdraft_train.data.settings import DataSettings, RecordSettings
 
 SAMPLED = SamplingParams(12, temperature=1.0, seed=5)
 STORY = "the cat sat on the mat and then it went into the thicket to hunt for mice and voles, all night. " * 2

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from blockdraft.data.settings import RecordSettings
 from blockdraft.folders import held
 from blockdraft.targets import TargetText, load_target_text
 from blockdraft_train.data.documents import TokenData, grown_since, read_data
 from blockdraft_train.data.prepare import Preparation
-from blockdraft_train.data.settings import DataSettings
+from blockdraft_train.data.settings import DataSettings, RecordSettings
 
 LONG = "the end " * 20
 

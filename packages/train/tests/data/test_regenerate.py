@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 from blockdraft_train.data import regenerate, responders
+from blockdraft_train.data.chats import ChatEncoder
 from blockdraft_train.data.documents import TokenData, read_data
 from blockdraft_train.data.prepare import Preparation
 from blockdraft_train.data.regenerate import RegeneratedChat, loops_note, prompts_of
 from blockdraft_train.data.responders import CHECKED_TOKENS, EngineResponder, Responder, Response, ServerResponder
-from blockdraft_train.data.settings import DataSettings
+from blockdraft_train.data.settings import DataSettings, RecordSettings
 
 SAMPLED = DataSettings(
     writer="target", author="x", sampling=SamplingParams(24, temperature=1.0, seed=5), batch_size=3, length=200

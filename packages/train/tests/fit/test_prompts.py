@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
+from blockdraft_train.data.settings import RecordSettings
 from blockdraft_train.fit import prompts
 from blockdraft_train.fit.prompts import HELD_OUT, PROMPTS, beginnings, read_prompts, store, write_prompts
 from blockdraft_train.fit.settings import PromptSettings

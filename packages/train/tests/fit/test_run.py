@@ -11,8 +11,8 @@ from typing import Any
 import forked
 import pytest
 
-from blockdraft.data.settings import RecordSettings
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_train.data.settings import RecordSettings
 from blockdraft_train.fit import run
 from blockdraft_train.fit.facts import FitPlan
 from blockdraft_train.fit.run import FORMAT, Fit, run_fit

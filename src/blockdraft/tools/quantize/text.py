@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.records import Record, read_records
-from blockdraft.data.settings import RecordSettings
+from blockdraft import text_files
+from blockdraft.chat_text import encode_chat
+from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
 from blockdraft.targets import TargetText, without_tokenizer
 from blockdraft.tools.quantize.settings import CalibrationSettings
 
-MAX_RECORDS = 100_000  # read from the sources
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -32,27 +36,25 @@ class Text:
     held_out: Tensor
 
 
-def read_text(
-    sources: Sequence[str], records: RecordSettings, target: TargetText, settings: CalibrationSettings
-) -> Text:
-    """Read texts, conversations or prompts, and concatenate them in random order.
+def read_text(sources: Sequence[str], target: TargetText, settings: CalibrationSettings) -> Text:
+    """Read texts and chats, and concatenate them in random order.
 
     Args:
-        sources, records: As for `read_records`.
+        sources: Text files; files of JSON lines, each with `messages`, `text`, or `prompt` and `response`; folders of
+            tokens that `blockdraft data` wrote.
 
     Raises:
         UsageError: A source cannot be read, the target has no tokenizer, or there is too little text.
     """
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so no text can be read for it.")
-    encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
-    texts = [record for _, record in itertools.islice(read_records(sources, records), MAX_RECORDS)]
+    texts = [text for source in sources for text in _texts(source)]
     random.Random(settings.seed).shuffle(texts)
     ids: list[int] = []
-    for record in texts:
+    for text in texts:
         if len(ids) >= settings.tokens + settings.held_out:
             break
-        ids += _encoded(record, encoder, target.tokenizer.chat_template is not None)
+        ids += text.tolist() if isinstance(text, Tensor) else _encoded(text, target.tokenizer)
     return cut_text(ids, " and ".join(sources), target.max_context, settings)
 
 
@@ -82,12 +84,46 @@ def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettin
     return Text(table[:-held_out], table[-held_out:])
 
 
-def _encoded(record: Record, encoder: ChatEncoder, has_template: bool) -> list[int]:
-    if isinstance(record, str):
-        return encoder.text(record)
-    written = [message for message in record.messages if message["content"] is not None]
-    if not has_template:
-        return encoder.text("\n".join(str(message["content"]) for message in written))
-    if written and written[-1]["role"] != "assistant":
-        return encoder.prompt(written, record.tools)
-    return encoder.chat(written, record.tools)[0]
+def _texts(source: str) -> Iterator[Tensor | str | dict[str, Any]]:
+    """Yield the texts of a source as token ids, plain texts or fields of JSON."""
+    path = Path(source)
+    try:
+        if path.is_dir():
+            shards = [load_file(shard) for shard in sorted(path.glob("tokens-*.safetensors"))]
+            if not shards:
+                raise UsageError(f"{path} holds no tokens; give the folder that `blockdraft data` wrote.")
+            for shard in shards:
+                yield from shard["tokens"].split(shard["offsets"].diff().tolist())
+        elif path.suffix in (".json", ".jsonl"):
+            for number, line in enumerate(text_files.read_text(path).splitlines(), 1):
+                yield _row(line, f"{path}, line {number}")
+        else:
+            yield text_files.read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); give a text file or a folder of tokens.") from error
+
+
+def _row(line: str, place: str) -> str | dict[str, Any]:
+    """Return the text, or the messages and tools, of a line of JSON."""
+    try:
+        row = json.loads(line)
+        if "messages" in row:
+            return {"messages": row["messages"], "tools": row.get("tools")}
+        if "text" in row:
+            return str(row["text"])
+        turns = [("user", row["prompt"]), *([("assistant", row["response"])] if "response" in row else [])]
+        return {"messages": [{"role": role, "content": content} for role, content in turns], "tools": None}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{place} must be a JSON object with messages, text, or prompt and response; of other forms and datasets, "
+            "give the folder of tokens that `blockdraft data` (pip install blockdraft-train) makes."
+        ) from error
+
+
+def _encoded(text: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if isinstance(text, str):
+        return encode_text(text, tokenizer)
+    messages = text["messages"]
+    if tokenizer.chat_template is None:
+        return encode_text("\n".join(str(message["content"]) for message in messages), tokenizer)
+    return encode_chat(tokenizer, messages, text["tools"], add_generation_prompt=messages[-1]["role"] != "assistant")

@@ -17,20 +17,20 @@ from blockdraft.cli.target import (
     TRAINING,
     AsJson,
     Folder,
-    Records,
     TargetSettings,
     TrainingTarget,
     quiet,
     read_template,
     set_template,
 )
-from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Quantize, SamplingParams
-from blockdraft_train.data.settings import DataSettings, HiddenStateSettings
+from blockdraft_train.data.settings import DataSettings, HiddenStateSettings, RecordSettings
 from blockdraft_train.fit.settings import PromptSettings
 
+Records = Annotated[RecordSettings, Only("split subset", DATA)]
+RecordFields = Annotated[RecordSettings, Only("split subset text_field prompt_field response_field", DATA)]
 BatchSize = Annotated[DataSettings, Only("batch_size")]
 
 
@@ -55,11 +55,11 @@ def prompts(
     Of plain texts, beginnings are taken: of the text, and of paragraphs further on. `blockdraft data --regenerate` lets
     the target answer the prompts.
     """
-    from blockdraft.data.records import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.folders import check_writable
     from blockdraft.targets import load_target_text
+    from blockdraft_train.data.records import check_sources
     from blockdraft_train.fit.prompts import read_prompts, store, write_prompts
 
     quiet()
@@ -152,12 +152,12 @@ def data(
         if value and (server or not regenerate):
             raise UsageError(f"--{name} is for our own engine; add --regenerate, without --server, or leave it out.")
 
-    from blockdraft.data.records import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.folders import check_writable
     from blockdraft.targets import load_target_text, target_fingerprint
     from blockdraft_train.data.prepare import MAX_FAULTS, Preparation, RecordReader
+    from blockdraft_train.data.records import check_sources
     from blockdraft_train.data.responders import EngineResponder, Responder, ServerResponder
 
     quiet()

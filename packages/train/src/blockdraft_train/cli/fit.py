@@ -9,10 +9,11 @@ from pydantic import Field
 
 from blockdraft.cli.display import exit_on_interrupt, tell
 from blockdraft.cli.options import DATA, MAKE, CommandSpec
-from blockdraft.cli.target import Records, TrainingTarget
+from blockdraft.cli.target import TrainingTarget
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, settings
 from blockdraft.types import DEFAULT_BACKEND
+from blockdraft_train.cli.data import Records
 from blockdraft_train.cli.train import missing_package
 from blockdraft_train.fit.settings import FitSettings
 

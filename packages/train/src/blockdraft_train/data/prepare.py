@@ -14,19 +14,18 @@ from typing import Any
 
 from torch import tensor
 
-from blockdraft.data.chats import ChatEncoder, response_indices
-from blockdraft.data.records import ChatRecord, Message, Record, read_records
-from blockdraft.data.settings import RecordSettings
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.folders import check_writable, fingerprint, held
 from blockdraft.formats.token_data import FORMAT, MANIFEST, tokenizer_fingerprint
 from blockdraft.targets import Target, TargetText, without_tokenizer
+from blockdraft_train.data.chats import ChatEncoder, response_indices
 from blockdraft_train.data.documents import Document
 from blockdraft_train.data.manifest import read_manifest
+from blockdraft_train.data.records import ChatRecord, Message, Record, read_records
 from blockdraft_train.data.regenerate import Continuation, RegeneratedChat, Task, prompts_of, regenerate
 from blockdraft_train.data.responders import Responder
-from blockdraft_train.data.settings import CONTINUED, LONGEST, DataSettings
+from blockdraft_train.data.settings import CONTINUED, LONGEST, DataSettings, RecordSettings
 from blockdraft_train.data.writer import DataWriter
 
 MAX_FAULTS = 20  # faulty records that are listed

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import arange, tensor
 
-from blockdraft.data.chats import ChatEncoder, response_indices
-from blockdraft.data.records import Message
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.chats import ChatEncoder, response_indices
 from blockdraft_train.data.documents import LOOPS, Document
 from blockdraft_train.data.loops import before_loop
+from blockdraft_train.data.records import Message
 from blockdraft_train.data.responders import Responder, Response
 from blockdraft_train.data.writer import DataWriter
 

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import httpx
 
-from blockdraft.data.chats import Tools
-from blockdraft.data.records import Message
 from blockdraft.engine import Chunk, Engine, Request, loops
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.settings import SERVER_KEY
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.chats import Tools
+from blockdraft_train.data.records import Message
 
 RETRIES = 6
 FIRST_WAIT = 1.0  # seconds before the first retry; the wait doubles with each further one

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdraft.data.records import Message, Record, read_records
-from blockdraft.data.settings import RecordSettings
 from blockdraft.engine import Engine, loops
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.folders import make_folder, write_file
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import SamplingParams
+from blockdraft_train.data.records import Message, Record, read_records
+from blockdraft_train.data.settings import RecordSettings
 from blockdraft_train.fit.settings import PromptSettings
 
 PROMPTS, HELD_OUT = "prompts.jsonl", "held-out.jsonl"

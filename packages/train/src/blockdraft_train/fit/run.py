@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from blockdraft.data.records import check_sources
-from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import Complaints, UsageError
@@ -25,7 +23,9 @@ from blockdraft.targets import Target, check_target, load_target, without_tokeni
 from blockdraft.timing import telling
 from blockdraft.types import DEFAULT_BACKEND
 from blockdraft_train.data.manifest import read_manifest
+from blockdraft_train.data.records import check_sources
 from blockdraft_train.data.regenerate import prompts_of
+from blockdraft_train.data.settings import RecordSettings
 from blockdraft_train.fit import survey
 from blockdraft_train.fit.card import engines, usage, write_card
 from blockdraft_train.fit.facts import FitPlan, TargetFacts, show

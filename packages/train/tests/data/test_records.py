@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from blockdraft.data.chats import response_indices
-from blockdraft.data.records import (
+from blockdraft_train.data.chats import response_indices
+from blockdraft_train.data.records import (
     ChatRecord,
     check_sources,
     parse_for_continuation,
@@ -19,7 +19,7 @@ from blockdraft.data.records import (
     pieces_of,
     read_records,
 )
-from blockdraft.data.settings import RecordSettings
+from blockdraft_train.data.settings import RecordSettings
 
 PLAIN = RecordSettings()
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

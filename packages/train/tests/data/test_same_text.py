@@ -8,12 +8,12 @@ from test_chats import FORGETFUL, MARKED, UNMARKED
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_chat
-from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.records import ChatRecord, parse_record
-from blockdraft.data.settings import RecordSettings
 from blockdraft.serving.openai.chat import ChatRequest, offered_tools, template_messages
 from blockdraft.serving.openai.tool_choice import choose_tools
 from blockdraft.targets import BUNDLED
+from blockdraft_train.data.chats import ChatEncoder
+from blockdraft_train.data.records import ChatRecord, parse_record
+from blockdraft_train.data.settings import RecordSettings
 
 CALLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -22,7 +22,7 @@ CALLS = (
     "{{ message.tool_call_id }}{{ message.reasoning_content }}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-SERVER = Path(__file__).parents[2] / "tests/chat_template.jinja"
+SERVER = Path(__file__).parents[4] / "tests/chat_template.jinja"
 TEMPLATES = [
     CALLS,
     FORGETFUL,

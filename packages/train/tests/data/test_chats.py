@@ -4,8 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_chat
-from blockdraft.data.chats import ChatEncoder, response_indices
-from blockdraft.data.records import Message
+from blockdraft_train.data.chats import ChatEncoder, response_indices
+from blockdraft_train.data.records import Message
 
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
 MARKED = (

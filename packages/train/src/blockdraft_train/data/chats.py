@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from blockdraft.chat_text import encode_rendered, encode_with_offsets, render_chat
-from blockdraft.data.records import Message
 from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
+from blockdraft_train.data.records import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
