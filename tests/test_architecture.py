@@ -20,7 +20,8 @@ LAYERS = [
     {"text_files"},
     {"settings", "folders", "diskcache", "chat_text"},
     {"types", "models"},
-    {"decode", "nn"},
+    {"decode"},
+    {"nn"},
     {"kernels", "kernels.cpu", "kernels.cuda"},
     {"formats"},
     {"targets"},
@@ -36,6 +37,7 @@ HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
 
 # What these packages may import of `decode`: a target scores proposals, a drafter makes them, and the engine verifies.
 DECODE_FOR = {
+    "nn": {"blockdraft.decode.proposal"},
     "targets": {"blockdraft.decode.proposal"},
     "drafters": {
         f"blockdraft.decode.{name}"
@@ -331,7 +333,7 @@ SMALL = [
         ("blockdraft.decode.sampling", "from blockdraft.engine import Engine", True),  # upward
         ("blockdraft.decode.sampling", "from blockdraft import Engine", True),  # through the root
         ("blockdraft.decode.sampling", "def f():\n    from ..engine import Engine", True),
-        ("blockdraft.nn.cache", "from blockdraft.decode.proposal import Proposal", True),  # sideways
+        ("blockdraft.models.names", "from blockdraft.types import SamplingParams", True),  # sideways
         ("blockdraft.unheard_of", "import torch", True),
         ("blockdraft.drafters.dflash.unheard_of", "import torch", True),
         ("blockdraft.drafters.dflash.layout", "from blockdraft.drafters.dflash.drafter import DRAFTER", True),

@@ -15,7 +15,7 @@ CHUNK = 512  # tokens of a context that are read
 
 def why_uncompiled(target: Any, *drafters: Any) -> str | None:
     """Return why a target or one of its drafters does not run compiled, or None if all do."""
-    if getattr(target, "compiled", None) is None:
+    if not target.is_compiled:
         return f"the target is not compiled: {target.backend_reason or 'there is no reason'}"
     for drafter in drafters:
         if reason := getattr(drafter, "compile_reason", None):  # of a drafter with a network

@@ -275,7 +275,7 @@ def test_a_long_sequence_is_not_padded_into_the_slots_of_another(
 def test_the_state_takes_the_memory_of_the_models_cache(drafter: DraftLMDrafter) -> None:
     state = drafter.new_state(2, 50)
     observe(drafter, state, [[5] * 20, [6]])
-    taken = sum(store.nbytes for store in state.cache.stores())  # type: ignore[attr-defined]
+    taken = sum(store.nbytes for store in state.cache.stores)  # type: ignore[attr-defined]
     assert drafter.state_bytes(2, 50) == taken
 
 

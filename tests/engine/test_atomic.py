@@ -145,7 +145,7 @@ def test_a_draft_token_that_breaks_the_numbers_hurts_no_one(target: Target) -> N
     for _ in range(3):
         scheduler.step()
         assert len(scheduler.running) == 3
-        assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores())
+        assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
@@ -205,7 +205,7 @@ def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
 
 def spoil_slots(cache: Any) -> None:
     """Write NaN behind the committed tokens of these rows."""
-    for store in cache.stores():
+    for store in cache.stores:
         for row, length in zip(cache.starts, cache.lengths, strict=True):
             store[..., row + length : row + length + 8, :] = torch.nan
 
@@ -228,7 +228,7 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(
         if scheduler.idle:
             break
         scheduler.step()
-        assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores())
+        assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores)
     assert [request.token_ids for request in requests] == expected
 
 
@@ -417,7 +417,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(
     break_forward(target, monkeypatch, spoil)
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
-    assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores())
+    assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores)
     assert scheduler.idle
 
 
@@ -478,4 +478,4 @@ def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Draf
     assert engine.generate([[3, 99, 4], *PROMPTS[:beside]], GREEDY)[0].finish_reason == "error"
     runner: Runner = engine.scheduler.runner
     states: Sequence[Any] = (runner.cache, runner.state)
-    assert all(torch.isfinite(store).all() for state in states for store in state.stores())
+    assert all(torch.isfinite(store).all() for state in states for store in state.stores)

@@ -114,13 +114,13 @@ def test_random_changes_to_sequences_leave_the_others_alone() -> None:
             for r, row_tokens, path in zip(rows, tokens, paths, strict=True):
                 held[r] += [row_tokens[node] for node in path]
             number = (number + 50) % 997
-            memory = memory or [store.data_ptr() for store in cache.stores()]
+            memory = memory or [store.data_ptr() for store in cache.stores]
         seen.add(what)
         roomy = [r for r in held if len(held[r]) < capacities[r]]
         if roomy and memory:
             assert contents(cache.of(roomy)) == [held[r] for r in roomy]
         assert all(cache.of([r]).lengths == [len(held[r])] for r in held)
-        assert memory in (None, [store.data_ptr() for store in cache.stores()])  # allocated once
+        assert memory in (None, [store.data_ptr() for store in cache.stores])  # allocated once
     assert len(seen) == 7
 
 
@@ -150,12 +150,12 @@ def test_zeroing_leaves_committed_tokens_unless_whole(cache: KVCache) -> None:
     before = fill(cache, [1, 2], [3, 4]).lengths
     write(cache, [5, 6, 7], [8, 9, 10])
     cache.zero_slots(first)
-    states = [store[0, :, 0].clone() for store in cache.stores()]
+    states = [store[0, :, 0].clone() for store in cache.stores]
     assert all(not state[first + 2 : first + 10].any() for state in states)
     assert all(state[second + 2 : second + 5].all() for state in states)
     assert (cache.lengths, contents(cache)) == (before, [[1, 2], [3, 4]])
     cache.zero_slots(second, whole=True)
-    for store in cache.stores():
+    for store in cache.stores:
         assert not store[:, second : second + 10].any() and store[:, first : first + 2].all()
 
 

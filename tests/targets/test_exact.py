@@ -243,11 +243,11 @@ def test_a_forward_writes_its_own_slots_only(folders: dict[str, Path]) -> None: 
         tokens = torch.full((3, 5), 7)
         target.forward(tokens, chain(tokens).parents, cache)
         cache.commit([range(5), range(2), range(5)])
-        stores = [store.clone() for store in cache.stores()]  # type: ignore[attr-defined]
+        stores = [store.clone() for store in cache.stores]  # type: ignore[attr-defined]
         target.forward(tokens[:1, :3], chain(tokens[:1, :3]).parents, cache.of([5]))
         changed = [
             (old != new).any(dim=-1).flatten(0, -2).any(dim=0).nonzero().flatten().tolist()
-            for old, new in zip(stores, cache.stores(), strict=True)  # type: ignore[attr-defined]
+            for old, new in zip(stores, cache.stores, strict=True)  # type: ignore[attr-defined]
         ]
         assert changed and all(set(slots) <= {7, 8, 9} for slots in changed)
 

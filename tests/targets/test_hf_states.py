@@ -156,6 +156,6 @@ def test_memory_counts_a_state_a_row() -> None:
     target.forward(tokens, chain(tokens).parents, cache)
     cache.commit([[0, 1]] * 3)
     states = [part for row in cache.stored_states.values() for state in row for part in state]  # type: ignore[attr-defined]
-    held = sum(store.nbytes for store in cache.stores())
+    held = sum(store.nbytes for store in cache.stores)
     assert target.cache_bytes(3, 10) == held + sum(part.nbytes for part in states)
     assert target.forward_bytes(2, 8, 64) > 2 * target.cache_sizes[1]

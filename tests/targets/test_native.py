@@ -513,7 +513,7 @@ def test_rows_anywhere_are_those_side_by_side(
                 torch.testing.assert_close(ours[row, :length], theirs[row, :length], atol=tolerance, rtol=tolerance)
         for own in (together, apart):
             own.commit([[0, 2], [0, 1, 4], [0]] if step else [range(length) for length in lengths])
-        stores = list(apart.stores())
+        stores = list(apart.stores)
         for store in stores:
             assert step == 0 or store[..., ~inside, :].isnan().all()
             store[..., ~inside, :] = torch.nan

@@ -191,7 +191,7 @@ def test_nothing_is_drafted_past_the_context(tiny_target_dir: Path, target: Targ
 def test_the_state_takes_the_memory_of_its_cache(drafter: BlockDiffusionDrafter) -> None:
     state = drafter.new_state(2, 50)
     observe(drafter, state, [[5] * 20, [6]])
-    assert drafter.state_bytes(2, 50) == sum(store.nbytes for store in state.cache.stores())
+    assert drafter.state_bytes(2, 50) == sum(store.nbytes for store in state.cache.stores)
 
 
 def test_a_model_with_other_tokens_is_refused(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:

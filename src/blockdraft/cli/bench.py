@@ -23,7 +23,6 @@ from blockdraft.cli.target import (
     DraftVocab,
     Files,
     Overwrite,
-    compile_at_once,
     tell_unused,
 )
 from blockdraft.errors import UsageError
@@ -100,7 +99,7 @@ def bench(
         check_overwrite(options.out, [report.RESULTS], overwrite)
     speed.check_methods(methods)
     target = model.load_for(None, options.draft_vocab)
-    compile_at_once(target)
+    target.compile_at_once()
     engines = speed.load_methods(methods, target, measurement.batch_size, options.draft_vocab)
     with exit_on_interrupt(DISCARDED), display.progress("answers") as progress:
         trials = speed.measure(engines, sets, params, measurement, progress)

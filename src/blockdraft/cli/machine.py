@@ -17,7 +17,7 @@ import typer
 
 from blockdraft.cli.display import standard, tell
 from blockdraft.cli.options import Only, add
-from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings, compile_at_once
+from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.evaluation.tables import new_table
@@ -209,7 +209,7 @@ def calibrate(
     from blockdraft.machine import OtherWork
 
     target = model.load_for(drafter.drafter, drafter.draft_vocab)
-    compile_at_once(target)
+    target.compile_at_once()
     # Each member of a hybrid drafter has costs of its own, and lookup has none.
     chosen = drafter.drafter or default_drafter(target.path, alone=True)
     loaded = load_drafter(chosen, target=target, draft_vocab=drafter.draft_vocab)

@@ -205,13 +205,6 @@ def load(path: str | None, options: LoadOptions = DEFAULT_LOAD_OPTIONS, **change
     return target
 
 
-def compile_at_once(target: Target) -> None:
-    """Let a target on a GPU compile and capture everything before it runs, so that measurements hold no eager steps."""
-    compiler = getattr(getattr(target, "captured", None), "compiler", None)
-    if compiler is not None:
-        compiler.compile_at_once()
-
-
 def quiet() -> None:
     """Silence the messages and progress bars of transformers."""
     from transformers.utils import logging

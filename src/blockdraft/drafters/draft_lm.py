@@ -128,7 +128,7 @@ class DraftLMDrafter(Drafter):
 
     @property
     def compile_reason(self) -> str | None:
-        return None if getattr(self.model, "compiled", None) is not None else f"{self.model.path} is not compiled"
+        return None if self.model.is_compiled else f"{self.model.path} is not compiled"
 
     def new_state(self, batch: int, capacity: int) -> DraftState:
         return DraftState(self.model.new_cache(batch, capacity), batch, capacity)
@@ -258,7 +258,7 @@ class DraftLMDrafter(Drafter):
 def load(path: Path, target: Target) -> DraftLMDrafter:
     dtype = None if is_gguf(path) else target.dtype  # a GGUF file has a dtype of its own
     # On a GPU a draft model is compiled where its target is.
-    is_eager = target.device.type == "cuda" and getattr(target, "captured", None) is None
+    is_eager = target.device.type == "cuda" and not target.is_compiled
     compile: Compile = "off" if is_eager else "auto"
     model = load_target(path, dtype=dtype, device=target.device, compile=compile, threads=torch.get_num_threads())
     return DraftLMDrafter(model, target)

@@ -7,7 +7,7 @@ anchor alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter, HiddenStateObserver, select_layers
 from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.errors import RequestError, describe
-from blockdraft.kernels.cpu.library import one_torch_thread
 from blockdraft.machine import send
 from blockdraft.nn.cache import part_of
 from blockdraft.targets import Target, TargetOutput
@@ -96,9 +95,8 @@ class Runner:
             self._target_layers = tuple(sorted({*drafter.target_layers, *observer.target_layers}))
         for store in self._stores:
             store.close(0)
-        compiled = getattr(target, "compiled", None) is not None
-        compiled = compiled and all(part.compile_reason is None for part in drafter.parts)
-        self._torch_threads: AbstractContextManager[None] = one_torch_thread if compiled else nullcontext()
+        is_compiled = all(part.compile_reason is None for part in drafter.parts)
+        self._step_context = target.step_context() if is_compiled else nullcontext()
         self._pending: list[tuple[Tensor, Tensor | None]] = []  # tokens [B, 1] and hidden states [B, 1, m * H] of steps
         self._pending_of: list[RunningSequence] = []
 
@@ -253,7 +251,7 @@ class Runner:
             sequences: Running sequences whose prompts have been read.
             own_drafts: Whether the requests' own draft tokens come before the drafter's.
         """
-        with self._torch_threads, StepTimer() as timer:
+        with self._step_context, StepTimer() as timer:
             requests, starts = [sequence.request for sequence in sequences], [sequence.start for sequence in sequences]
             cache = self.cache.of(starts)
             anchor = self._tensor([request.token_ids[-1] for request in requests])

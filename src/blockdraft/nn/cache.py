@@ -132,6 +132,19 @@ class SequenceState:
         self.values[start] = self.value_of(start, tokens)
 
 
+class StoreShape(NamedTuple):
+    """What a cache keeps of each token in some layers: `heads` vectors of `size` numbers per layer."""
+
+    layers: int
+    heads: int
+    size: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * self.heads * self.size * self.dtype.itemsize
+
+
 class KVCache(SequenceState):
     """Keys and values of all layers for the sequences of a batch.
 
@@ -143,10 +156,18 @@ class KVCache(SequenceState):
 
     A layer is allocated at its first write, when its shape is known. A network that knows the shape beforehand keeps
     all layers of a kind in one tensor (`memory`).
+
+    Args:
+        batch, capacity: As in `SequenceState`.
+        shapes: What is kept, if that is known beforehand.
+        device: Where it is kept.
     """
 
-    def __init__(self, batch: int, capacity: int) -> None:
+    def __init__(
+        self, batch: int, capacity: int, shapes: Sequence[StoreShape] = (), device: torch.device | None = None
+    ) -> None:
         super().__init__(batch, capacity)
+        self.shapes, self._device = tuple(shapes), device
         self._slots = batch * capacity
         self._lengths: dict[int, int] = self.values
         # Tensors `[..., heads, slots, D]` of each layer, or one of all layers of a kind.
@@ -166,12 +187,12 @@ class KVCache(SequenceState):
         assert self._lengths[start] == 0
         super().copy(source, start, length)
         length = self._lengths[start]
-        for store in self.stores():
+        for store in self._allocated():
             store[..., start : start + length, :] = store[..., source : source + length, :]
 
     def zero_slots(self, start: int, whole: bool = False) -> None:
         first, end = start + (0 if whole else self._lengths[start]), start + self._capacities[start]
-        for store in self.stores():
+        for store in self._allocated():
             store[..., first:end, :] = 0
 
     def export(self, start: int, length: int) -> dict[str, Tensor]:
@@ -209,7 +230,7 @@ class KVCache(SequenceState):
     @property
     def nbytes(self) -> int:
         """Bytes of the layers that have been written to."""
-        return sum(store.nbytes for store in self.stores())
+        return sum(store.nbytes for store in self._allocated())
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Keep nodes of the last forward pass as each sequence's next tokens, in order.
@@ -220,7 +241,7 @@ class KVCache(SequenceState):
         for start, nodes in zip(self.starts, path, strict=True):
             first, count = start + self._lengths[start], len(nodes)
             if count and nodes[-1] >= count:  # not the first nodes
-                for store in self.stores():
+                for store in self._allocated():
                     accepted = send(first + torch.tensor(nodes), store.device)
                     store[..., first : first + count, :] = store.index_select(-2, accepted)
             self._lengths[start] += count
@@ -248,6 +269,19 @@ class KVCache(SequenceState):
         if kind not in self._layers:
             self._layers[kind] = (_zeros((layers, heads, self._slots, head_dim), like),)
         return self._layers[kind][0]
+
+    @property
+    def stores(self) -> list[Tensor]:
+        """Memory of all KV slots: `[layers, heads, slots, size]` for each of the shapes, allocated at the first use.
+
+        Keys and values are in one store, so one operation writes both, and `commit` moves the nodes of all layers at
+        once. Without shapes, these are the layers written so far, `[heads, slots, size]`.
+        """
+        if self.shapes and not self._layers:
+            for number, (layers, heads, size, dtype) in enumerate(self.shapes):
+                like = torch.empty(0, dtype=dtype, device=self._device)
+                self._layers[number] = (_zeros((layers, heads, self._slots, size), like),)
+        return [*self._allocated()]
 
     def check_room(self, count: int) -> int:
         """Assert that each sequence has slots for `count` more nodes, and return the slots of the longest with them."""
@@ -326,7 +360,7 @@ class KVCache(SequenceState):
         of_keys, of_values = self.layer(layer)
         return self.view(of_keys, keys.size(2))[0], self.view(of_values, keys.size(2))[0]
 
-    def stores(self) -> Iterator[Tensor]:
+    def _allocated(self) -> Iterator[Tensor]:
         for stores in self._layers.values():
             yield from stores
 
@@ -399,8 +433,10 @@ class RecurrentCache(KVCache):
     `commit` calls. Sequences cannot be copied or shortened, but `truncate` may empty them.
     """
 
-    def __init__(self, batch: int, capacity: int) -> None:
-        super().__init__(batch, capacity)
+    def __init__(
+        self, batch: int, capacity: int, shapes: Sequence[StoreShape] = (), device: torch.device | None = None
+    ) -> None:
+        super().__init__(batch, capacity, shapes, device)
         self.stored_states: dict[int, list[RecurrentState]] = {}  # by first slot; no entry without committed tokens
         self._after: dict[int, Callable[[list[int]], list[RecurrentState]]] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,10 @@ class Kernels(Protocol):
 
     @property
     def weights_dtype(self) -> torch.dtype: ...
+
+    @property
+    def torch_threads(self) -> AbstractContextManager[None]:
+        """Context in which torch's own operations run between products of few rows."""
 
     def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
         """Return the product with one weight.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.executor import TargetOutput as TargetOutput
 from blockdraft.nn.layers import ReducedHead
+from blockdraft.nn.packed import Kernels
 from blockdraft.nn.torch_runner import TorchDraftRunner
 
 if TYPE_CHECKING:
@@ -31,22 +32,6 @@ log = logging.getLogger(__name__)
 
 class NotCovered(ValueError):
     """A backend cannot run a model; the message completes "it cannot run the model because ..."."""
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """Result of a forward pass.
-
-    Attributes:
-        logits: `[B, N, V]`, or `[B, 1, V]` for a single node per row.
-        hidden_states: `[B, N, m * H]`, concatenated outputs of the target layers, if any are read.
-        best: Argmax of the logits, int64, the lowest of equals; -1 where a logit is NaN or the largest is infinite.
-            None if the backend has not computed it.
-    """
-
-    logits: Tensor
-    hidden_states: Tensor | None
-    best: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +64,7 @@ class Target(Protocol):
         has_trees: Whether `forward` takes trees, or only chains.
         can_truncate: Whether rows can be cut and copied at any token, or only as a whole.
         keeps_checkpoints: Whether rows that cannot be cut can be copied where `SequenceState.reusable` says.
+        is_compiled: Whether forward passes are compiled for this CPU, or captured as CUDA graphs.
         draft_head: Output projection for draft networks without one of their own; None is the target's.
         kernels: Compiled matrix products of its weights, for draft networks with such weights.
     """
@@ -101,8 +87,9 @@ class Target(Protocol):
     has_trees: bool = True
     can_truncate: bool = True
     keeps_checkpoints: bool = False
+    is_compiled: bool = False
     draft_head: ReducedHead | None = None
-    kernels: Library | None = None
+    kernels: Kernels | None = None
 
     def __deepcopy__(self, memo: object) -> Target:
         """Return the target itself, since its weights never change and sequences live in caches."""
@@ -161,6 +148,13 @@ class Target(Protocol):
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """Return the working memory of a forward pass on rows of `slots` slots, without its outputs."""
+
+    def step_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which steps run fastest beside a compiled draft network. It can be entered again."""
+        return nullcontext()
+
+    def compile_at_once(self) -> None:
+        """Compile and capture everything before it runs, instead of in the background, where it would be."""
 
     def draft_host(self, head: Callable[[Tensor], Tensor] | None = None) -> DraftHost:
         """Return what a draft network borrows from this target.

@@ -48,7 +48,7 @@ def with_head_layer(config: DecoderConfig, routed: bool) -> DecoderConfig:
 
 def runs_heads(target: Target) -> bool:
     """Return whether `read_decoder_head` reads the heads of a target."""
-    return target.backend == "native" and getattr(target, "compiled", None) is not None
+    return target.backend == "native" and target.is_compiled and target.kernels is not None
 
 
 def read_decoder_head(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import count as counting
 from typing import TypeAlias
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 from blockdraft.decode.proposal import chain_parents, depths, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
-from blockdraft.nn.attention import EXACT_NODES, ExactAttention, PieceRow, visible_slots
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.attention import EXACT_NODES, ExactAttention, PieceRow, attention_bytes, visible_slots
+from blockdraft.nn.cache import KVCache, RecurrentState
+from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.delta_net import DeltaRecurrence, ExactRecurrence
+from blockdraft.nn.torch_decoder import TorchDecoder, layer_widths, recurrent_bytes
 from blockdraft.targets.base import Target, TargetOutput
 
 Windows: TypeAlias = "Mapping[int | None, ExactAttention]"
@@ -84,6 +88,62 @@ def forward_in_pieces(
         torch.cat(logits).view(batch, -1, logits[0].size(-1)),
         torch.cat(hidden_states).view(batch, count, -1) if hidden_states else None,
     )
+
+
+class ExactDecoder(TorchDecoder):
+    """Runs torch's operations in pieces of one size, so that a node's bits do not depend on what else is computed.
+
+    Args:
+        decoder: The decoder.
+        max_context: Positions from this one on are clamped; nodes there are never committed.
+    """
+
+    def __init__(self, decoder: Decoder, max_context: int) -> None:
+        super().__init__(decoder)
+        self._last_position = max_context - 1
+
+    @property
+    def traits(self) -> list[str]:
+        return [*super().traits, "exact"]
+
+    def working_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        config, dtype = self.decoder.config, self.decoder.dtype
+        head_dim = max(head_dim for _, head_dim in config.memories)
+        working = EXACT_NODES * layer_widths(config) * dtype.itemsize + len(config.windows) * nodes * slots
+        working += attention_bytes(config.num_heads, config.num_kv_heads, head_dim, slots)
+        return working + recurrent_bytes(config, dtype, batch, nodes)
+
+    def recurrences_of(self, states: Sequence[RecurrentState], parents: Tensor) -> Sequence[DeltaRecurrence]:
+        above = parents.tolist()
+        return [ExactRecurrence(state, above) for state in states]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: KVCache,
+        target_layers: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        window, recurrences = self.convolution_window(parents, cache), self.recurrences(parents, cache)
+        stores, firsts = cache.stores, counting(0, EXACT_NODES)
+        inputs = stores.pop() if window is not None else None
+
+        def run(
+            tokens: Tensor, positions: Tensor, attention: Windows, has_logits: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            first = next(firsts)
+            own = None if window is None else window.piece(first, EXACT_NODES)
+            memories = self.memories([store.unsqueeze(1) for store in stores], recurrences, inputs, own)
+            masks = [attention[window] for window in windows]
+            none = None if has_logits else tokens.new_empty(0)
+            output: tuple[Tensor, Tensor | None] = self.decoder(
+                tokens, positions, positions, masks, memories, target_layers, none
+            )
+            return output
+
+        windows = self.decoder.config.windows
+        return forward_in_pieces(run, tokens, parents, cache, windows, self._last_position, logits_at)
 
 
 def filled(values: Tensor, first: int, end: int) -> Tensor:

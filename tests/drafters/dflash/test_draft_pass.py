@@ -203,7 +203,7 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
         run.observe(state, TOKENS, hidden_states)
         state.commit([range(length) for length in lengths])
         outputs = [run.block_pass(state, blocks, window) for window in (None, 1, 6, 25)]
-        stores = [state.of([row]).view(next(state.stores()), 0)[0] for row in state.starts]
+        stores = [state.of([row]).view(state.stores[0], 0)[0] for row in state.starts]
         outputs.append(torch.cat([store.flatten() for store in stores]))
         actual.append(outputs)
     tolerance *= 5 if kind == "convolved" else 1  # products of products grow what rounding leaves
@@ -252,7 +252,7 @@ def test_sequences_at_any_slots_equal_those_side_by_side(
     run, hidden_states, blocks = make(network), torch.randn(3, 13, 32), torch.randn(3, 4, 16)
     together, apart = run.new_state(3, 46), scatter(run.new_state(1, 120), *PLACES)
     run.observe(apart, TOKENS, hidden_states[:, :1])  # so that it has memory
-    store = next(apart.stores())
+    store = apart.stores[0]
     inside = torch.zeros(120, dtype=torch.bool)
     for row, capacity in PLACES:
         inside[row : row + capacity] = True

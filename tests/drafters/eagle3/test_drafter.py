@@ -338,7 +338,7 @@ def test_an_empty_sequence_gets_draft_tokens(drafter: Eagle3Drafter) -> None:
 def test_memory_is_that_of_the_stores(drafter: Eagle3Drafter) -> None:
     state = drafter.new_state(2, 20)
     observe(drafter, state, [[9], [8]], [target_layers_of(1, 3), target_layers_of(1, 4)])
-    assert drafter.state_bytes(2, 20) == sum(store.nbytes for store in state.stores())
+    assert drafter.state_bytes(2, 20) == sum(store.nbytes for store in state.stores)
     assert drafter.weight_bytes() > 4 * 120 * 32
 
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
 from blockdraft.errors import UsageError
-from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target, TargetOutput, load_target
 
 TARGET_LAYERS = (0, 2, 3)
@@ -170,7 +169,7 @@ def test_keys_and_values_in_8_bits_are_near_and_take_half_the_memory_of_bfloat16
     assert 0 < float((a.logits - b.logits).norm() / b.logits.norm()) < 0.02
     size = ours.decoder.config.head_dim
     assert ours.cache_bytes(3, 128) * 4 * size == theirs.cache_bytes(3, 128) * (size + 4)
-    memory = next(cache.stores())  # type: ignore[attr-defined]
+    memory = cache.stores[0]  # type: ignore[attr-defined]
     assert memory.dtype == torch.int8 and memory.nbytes == ours.cache_bytes(1, memory.size(2))
 
 
@@ -182,7 +181,7 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
     cache, _ = read(target, PROMPTS)
     right = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     cache, _ = read(target, PROMPTS)
-    memory = next(cache.stores())  # type: ignore[attr-defined]
+    memory = cache.stores[0]  # type: ignore[attr-defined]
     memory[:, :, cache.starts[1], -4:] = torch.tensor([0, 0, -64, 127], dtype=torch.int8)  # the factor is NaN
     actual = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     assert actual[1].isnan().any() and torch.equal(actual[[0, 2]], right[[0, 2]])
@@ -319,16 +318,14 @@ def test_tokens_must_be_known(target: Target) -> None:
 
 
 def test_no_nodes_and_no_rows_are_nothing_to_do(target: Any) -> None:
-    library = target.compiled.library
-    store = torch.zeros(3, 4, 16, library.slot_size(8), dtype=library.store_dtype)
     for batch, count in ((2, 0), (0, 3), (0, 0)):
-        nodes, cache = torch.zeros(batch, count, dtype=torch.int64), KVCache(2, 8)
+        nodes, cache = torch.zeros(batch, count, dtype=torch.int64), target.new_cache(2, 8)
         cache.commit([range(5)] * 2)
         rows = cache.of(cache.starts[:batch])
-        logits, hidden_states, best = target.compiled.forward(nodes, nodes, rows, [store], TARGET_LAYERS)
-        assert logits.shape == (batch, count, target.vocab_size) and best.shape == nodes.shape
-        assert hidden_states.shape == (batch, count, 3 * target.hidden_size)
-    assert not store.any()
+        output = target.forward(nodes, nodes, rows, TARGET_LAYERS)
+        assert output.logits.shape == (batch, count, target.vocab_size) and output.best.shape == nodes.shape
+        assert output.hidden_states.shape == (batch, count, 3 * target.hidden_size)
+        assert not cache.stores[0].any()
 
 
 def test_a_call_stays_within_the_workspace_that_it_asks_for(target: Target) -> None:

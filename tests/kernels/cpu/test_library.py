@@ -208,14 +208,13 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
     drafter: Any = load_drafter(drafter_dir, target=target)
     decoder, run = target.compiled, drafter.runner
     assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftRunner)
-    store = torch.zeros(3, 4, 16, 8)
-    state, cache = KVCache(2, 8), KVCache(2, 8)
+    state, cache = KVCache(2, 8), target.new_cache(2, 8)
     for rows in (state, cache):
         rows.commit([range(5)] * 2)
 
     def forward(decoder: CompiledDecoder = decoder) -> object:
         tokens, parents = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, 0]] * 2)
-        return decoder.forward(tokens.clone(), parents, cache, [store], (0, 3))
+        return decoder.forward(tokens.clone(), parents, cache, (0, 3))
 
     mixture: Any = load_target(mixture_dir, dtype="float32", device="cpu", backend="native", compile="on")
 

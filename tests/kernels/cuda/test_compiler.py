@@ -16,14 +16,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from blockdraft.cli.target import compile_at_once
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cuda import compiler as module
+from blockdraft.kernels.cuda.captured_decoder import CapturedDecoder
 from blockdraft.kernels.cuda.compiler import Compiler, compiled_layers
-from blockdraft.kernels.cuda.graphs import WORTH_CALLS, CapturedDecoder, room
+from blockdraft.kernels.cuda.graphs import WORTH_CALLS, room
 from blockdraft.targets import load_target
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import Drafting, SamplingParams
@@ -63,7 +63,7 @@ def test_logits_are_those_of_uncompiled_forwards(small_buckets: None, name: str)
 @torch.no_grad()
 def test_draft_passes_write_in_place(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target: Any = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
-    target.captured = CapturedDecoder(target.decoder, Recorder(), Compiler(CPU, in_background=False))
+    target.executor = CapturedDecoder(target.decoder, Recorder(), Compiler(CPU, in_background=False))
     run = cast("Any", load_drafter(tiny_drafter_dir, target=target)).runner
     config = run.config
     heads, layers = 2 * config.num_key_value_heads, config.num_hidden_layers
@@ -198,7 +198,7 @@ def test_draft_passes_are_those_of_an_uncompiled_drafter(tiny_target_dir: Path, 
         target = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
         assert isinstance(target, NativeTarget)
         if capture:
-            target.captured = CapturedDecoder(target.decoder, recorder, Compiler(CPU, in_background=False))
+            target.executor = CapturedDecoder(target.decoder, recorder, Compiler(CPU, in_background=False))
         drafter: Any = load_drafter(tiny_drafter_dir, target=target)
         generator, state = torch.Generator().manual_seed(0), drafter.new_state(1, room(320))
         for count in (6, 3, 280):  # more slots the third time
@@ -261,7 +261,7 @@ def test_a_failure_at_once_is_an_error_each_time() -> None:
 
 def test_benchmarks_compile_at_once() -> None:
     target, compiler = target_of("llama", CPU), Compiler(CPU, in_background=True)
-    compile_at_once(target)  # not captured: nothing to wait for
-    target.captured = CapturedDecoder(target.decoder, Recorder(), compiler)
-    compile_at_once(target)
+    target.compile_at_once()  # not captured: nothing to wait for
+    target.executor = CapturedDecoder(target.decoder, Recorder(), compiler)
+    target.compile_at_once()
     assert not compiler.in_background

@@ -17,7 +17,8 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.kernels.cuda import graphs
-from blockdraft.kernels.cuda.graphs import CapturedDecoder, CudaRecorder, GraphRecorder, Graphs, room
+from blockdraft.kernels.cuda.captured_decoder import CapturedDecoder
+from blockdraft.kernels.cuda.graphs import CudaRecorder, GraphRecorder, Graphs, room
 from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.targets import load_target
 from blockdraft.targets.native import NativeTarget
@@ -120,7 +121,9 @@ def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_store_has_room_for_what_fills_up() -> None:
-    assert room(100) == target_of("llama", torch.device("cpu")).row_slots(100)
+    target = target_of("llama", torch.device("cpu"))
+    target.capture(StandIn())
+    assert room(100) == target.row_slots(100)
     for count in range(1, graphs.MAX_NODES + 1):
         for capacity in (count, 500, 1000, 1024, 1025):
             assert slot_bucket(max(capacity - count, 0) + bucket(count)) <= room(capacity)
@@ -243,7 +246,7 @@ def test_decoders_share_no_graphs() -> None:
     recorder = StandIn()
     targets = [target_of(name, torch.device("cpu")) for name in ("llama", "qwen3")]
     for target in targets:
-        target.captured = CapturedDecoder(target.decoder, recorder)
+        target.executor = CapturedDecoder(target.decoder, recorder)
     outputs = [
         t.forward(torch.zeros(1, 3, dtype=torch.int64), chain_parents(1, 3), t.new_cache(1, 300)) for t in targets
     ]

@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig, Rope
 from blockdraft.nn.decoder_layer import Norm
+from blockdraft.nn.executor import Executor, TargetOutput, store_shapes
 from blockdraft.nn.packed import check_tokens
 
 MAX_LANES = 16  # numbers of the widest vector; experts are whole vectors of outputs
@@ -250,8 +252,8 @@ class CompiledLayers(ABC):
         return owned.data_ptr()
 
 
-class CompiledDecoder(CompiledLayers):
-    """A decoder's forward pass in one call, from the tree of nodes to logits and hidden states.
+class CompiledDecoder(CompiledLayers, Executor):
+    """Runs a decoder's forward pass in one call, from the tree of nodes to logits and hidden states in float32.
 
     A token gets the same bits alone, in a block, in a tree and in a batch.
 
@@ -262,7 +264,6 @@ class CompiledDecoder(CompiledLayers):
         max_context: Positions from this one on are clamped; nodes there are never committed.
 
     Attributes:
-        library: As given.
         embedding, head: Embedding table and output head in the form of the library.
         lends_head: Whether the head alone gives the target's logits.
         states: Shape of the states of delta nets, or None without any.
@@ -270,8 +271,9 @@ class CompiledDecoder(CompiledLayers):
 
     def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
         config = decoder.config
-        super().__init__(library, len(config.layers), max_context)
-        self._decoder = decoder
+        CompiledLayers.__init__(self, library, len(config.layers), max_context)
+        shapes = store_shapes(config, library.store_dtype, torch.float32, library.slot_size)
+        Executor.__init__(self, decoder, shapes)
         for own, layer in zip(self._layers, decoder.layers, strict=True):
             self._set_layer(own, layer, config)
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
@@ -302,41 +304,44 @@ class CompiledDecoder(CompiledLayers):
             **inputs,
         )
 
+    @property
+    def traits(self) -> list[str]:
+        library, traits = self.library, ["compiled"]
+        if not self.decoder.bits and self.decoder.dtype == torch.float32 and library.weights_dtype == torch.bfloat16:
+            traits.append("weights kept in bfloat16")
+        return traits if library.store_dtype != torch.int8 else [*traits, "int8 keys and values"]
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        if self.states is None:
+            return KVCache(batch, capacity, self.shapes)
+        return CompiledRecurrentCache(batch, capacity, self.shapes, self.states)
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        states = self.states
+        recurrent = 0 if states is None else batch * states.nbytes + states.checkpoint_bytes(batch * capacity)
+        return super().cache_bytes(batch, capacity) + recurrent
+
+    def working_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        recurrent = 0 if self.states is None else batch * self.states.working_bytes(nodes)
+        return self.workspace_bytes(batch, nodes, slots) + recurrent
+
+    def step_context(self) -> AbstractContextManager[None]:
+        return self.library.torch_threads
+
     def forward(
         self,
         tokens: Tensor,
         parents: Tensor,
         cache: KVCache,
-        memories: Sequence[Tensor],
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
-        inputs: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Score N nodes per sequence, and write their keys and values behind each sequence's committed tokens.
-
-        Args:
-            tokens, parents: `[B, N]` int64, as in `Proposal`.
-            cache: Cache of the B sequences.
-            memories: The cache's memory for each of `DecoderConfig.memories`, `[layers, 2 * kv_heads, slots, D]`, keys
-                before values.
-            target_layers, logits_at: As in `Decoder.forward`.
-            inputs: Inputs of short convolutions, `[layers with one, 1, slots, H]` float32, if there are any.
-
-        Returns:
-            Logits `[B, N, V]` or `[B, 1, V]`, and hidden states `[B, N, m * H]` or None, both float32; and the argmax
-            of the logits, int64, as in `TargetOutput`.
-        """
-        batch, count = tokens.shape
-        config, lengths = self._decoder.config, cache.lengths
-        end = cache.check_room(count)
+    ) -> TargetOutput:
+        (batch, count), config, lengths = tokens.shape, self.decoder.config, cache.lengths
+        end, stores = cache.check_room(count), cache.stores
         assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
-        memory, second, slots = memories[0], memories[-1], memories[0].size(2)
-        for own, ((heads, head_dim), layers) in zip(memories, config.memories.items(), strict=True):
-            assert own.shape == (len(layers), 2 * heads, slots, self.library.slot_size(head_dim)), own.shape
-            assert own.is_contiguous() and own.dtype == self.library.store_dtype, (own.stride(), own.dtype)
-        if inputs is not None:
-            assert inputs.shape == (config.convolved_layers, 1, slots, config.hidden_size), inputs.shape
-            assert inputs.is_contiguous() and inputs.dtype == torch.float32, (inputs.stride(), inputs.dtype)
+        assert cache.shapes == self.shapes, cache.shapes
+        inputs = stores.pop() if config.convolved_layers else None
+        memory, second = stores[0], stores[-1]
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
         assert logits_at is None or bool(((logits_at >= 0) & (logits_at < count)).all()), (logits_at, count)
         scored = count if wanted is None else 1
@@ -356,7 +361,7 @@ class CompiledDecoder(CompiledLayers):
             num_target_layer_ids=len(target_layers),
             num_logits=batch * scored,
             reach=EVERYWHERE,
-            slots=slots,
+            slots=memory.size(2),
             store=memory.data_ptr(),
             layer_stride=memory.stride(0),
             head_stride=memory.stride(1),
@@ -370,7 +375,7 @@ class CompiledDecoder(CompiledLayers):
             second_head_stride=second.stride(1),
         )
         if isinstance(cache, CompiledRecurrentCache):
-            again = partial(self._read_again, tokens, cache, memories)
+            again = partial(self._read_again, tokens, cache)
             counts = [count] * batch if logits_at is None else (logits_at + 1).tolist()
             with cache.recurring(parents, counts, logits_at is not None, again) as call.recurrent:
                 self._run(call, end, tokens)
@@ -379,17 +384,15 @@ class CompiledDecoder(CompiledLayers):
         if hidden_states is not None and self._unscale != (1, 1):
             factors = [self._unscale[layer == len(config.layers)] for layer in target_layers]
             hidden_states.unflatten(2, (len(factors), config.hidden_size)).mul_(torch.tensor(factors).unsqueeze(-1))
-        return logits, hidden_states, best
+        return TargetOutput(logits, hidden_states, best)
 
-    def _read_again(
-        self, tokens: Tensor, cache: CompiledRecurrentCache, memories: Sequence[Tensor], row: int, count: int
-    ) -> None:
+    def _read_again(self, tokens: Tensor, cache: CompiledRecurrentCache, row: int, count: int) -> None:
         """Read the first tokens of one sequence of an earlier call again, which were a chain."""
         own, last = tokens[row : row + 1, :count], torch.tensor([count - 1])
         parents = torch.arange(-1, count - 1)[None]
-        self.forward(own, parents, cache.of([cache.starts[row]]), memories, logits_at=last)
+        self.forward(own, parents, cache.of([cache.starts[row]]), logits_at=last)
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        config = self._decoder.config
+        config = self.decoder.config
         tables = {rope: tables_of(rope, count) for rope in config.ropes}
         return [tables[kind.rope] for kind in config.layers]

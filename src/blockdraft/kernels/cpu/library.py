@@ -8,6 +8,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from itertools import zip_longest
@@ -326,11 +327,15 @@ class Library:
         inputs_dtype: Dtype to which inputs of unquantized weights are rounded.
         store_dtype: Dtype of keys and values: float32, bfloat16, or int8 with a factor per head and token.
 
+        torch_threads: Context in which torch's own operations run beside the kernels.
+
     Raises:
         OSError: The file is no library.
         AttributeError: The library lacks a function.
         AssertionError: Structs of the library differ from those of this module.
     """
+
+    torch_threads: AbstractContextManager[None] = one_torch_thread
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.cpu.library import RecurrentFields
-from blockdraft.nn.cache import KVCache, bucket, part_of
+from blockdraft.nn.cache import KVCache, StoreShape, bucket, part_of
 from blockdraft.nn.decoder_config import DeltaNet
 
 MAX_TRAIL = 64  # nodes of the longest chain whose trail is kept; the state after a longer one is kept instead
@@ -128,12 +128,12 @@ class CompiledRecurrentCache(KVCache):
     the least recently used are dropped.
 
     Args:
-        batch, capacity: As in `KVCache`.
+        batch, capacity, shapes: As in `KVCache`.
         shape: Shape of the states.
     """
 
-    def __init__(self, batch: int, capacity: int, shape: StateShape) -> None:
-        super().__init__(batch, capacity)
+    def __init__(self, batch: int, capacity: int, shapes: Sequence[StoreShape], shape: StateShape) -> None:
+        super().__init__(batch, capacity, shapes)
         self.shape = shape
         self.rows: dict[int, RowStates] = {}  # by first slot; no entry without forward passes
         # By first slot and number of tokens, the least recently used first. Several sequences may have the same.

@@ -13,20 +13,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.kernels.cuda.compiler import COMPILING, MAX_WORDS, SEVERAL, Compiler, compiled_layers
+from blockdraft.kernels.cuda.compiler import COMPILING, MAX_WORDS, Compiler
 from blockdraft.machine import send
-from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
-from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.draft_network import DraftHost
 
 MAX_NODES = 320  # nodes of the largest captured forward pass, padding included
@@ -225,78 +220,3 @@ def scratch(like: Tensor, batch: int, nodes: int) -> list[Tensor]:
 def place(store: Tensor) -> Hashable:
     """Return the address and layout of a memory, for a graph's key."""
     return store.data_ptr(), store.stride()
-
-
-class CapturedDecoder:
-    """A decoder's forward pass as graphs. The target's drafters use its recorder and compiler too.
-
-    Args:
-        decoder: The decoder.
-        recorder: Makes the graphs.
-        compiler: Compiles what they hold. None leaves torch's operations as they are.
-    """
-
-    def __init__(self, decoder: Decoder, recorder: GraphRecorder, compiler: Compiler | None = None) -> None:
-        self.recorder, self.compiler = recorder, compiler
-        self._decoder = decoder
-        self._compiled_layer = None if compiler is None else compiled_layers()
-        self._graphs = Graphs(recorder, decoder.device, compiler)
-        self._group = decoder.config.num_heads // decoder.config.num_kv_heads
-
-    def forward(
-        self,
-        tokens: Tensor,
-        depths: Tensor,
-        within: Tensor,
-        lengths: Sequence[int],
-        store: Tensor,
-        target_layers: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Score N nodes per sequence, and write their keys and values behind each sequence's committed tokens.
-
-        Args:
-            tokens: `[B, N]` int64.
-            depths: `[B, M]` int64, distances from the anchor of the N nodes and of padding, M = `bucket(N)`.
-            within: `[B, M, M]` bool, whether node i attends to node j. No node attends to padding, except itself.
-            lengths: Number of committed tokens of each sequence.
-            store: View of the cache's memory, `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values.
-            target_layers: As in `Decoder.forward`.
-
-        Returns:
-            As `Decoder.forward`; None as in `Graphs.run`.
-        """
-        decoder, (batch, count), padded = self._decoder, tokens.shape, depths.size(1)
-        slots = slot_bucket(max(lengths) + padded)
-        assert padded <= MAX_NODES and slots <= store.size(3), (padded, slots, store.shape)
-
-        def score(store: Tensor, tokens: Tensor, starts: Tensor, depths: Tensor, within: Tensor) -> list[Tensor]:
-            count, slots = tokens.size(1), store.size(3)
-            positions, at = starts[:, None] + depths, starts[:, None] + torch.arange(count, device=starts.device)
-            masks = [
-                grouped_mask(visible_slots(starts, within, positions, window, slots), self._group, decoder.dtype)
-                for window in decoder.config.windows
-            ]
-            stores = store.unbind(0)
-            run = self._compiled_layer if self._graphs.compiles and self._compiled_layer else DecoderLayer.__call__
-            logits, hidden_states = decoder(tokens, positions, at, masks, stores, target_layers, run_layer=run)
-            return [logits] if hidden_states is None else [logits, hidden_states]
-
-        like = store.new_empty(1, store.size(2), store.size(4))  # the memory itself may go while a thread compiles
-        several, nodes = SEVERAL if self._group != SEVERAL[0] else (SEVERAL[0] + 1, SEVERAL[1])
-        kind = (several if batch > 1 else 1, nodes if padded > 1 else 1)
-
-        def warm_up() -> None:
-            for memory in scratch(like, *kind):
-                zeros = torch.zeros(kind, dtype=torch.int64, device=decoder.device)
-                within = torch.zeros(*kind, kind[1], dtype=torch.bool, device=decoder.device)
-                same_for_all = memory.expand(len(decoder.layers), -1, -1, -1, -1)
-                score(same_for_all, zeros, zeros.new_zeros(kind[0]), zeros, within)
-
-        key = (place(store), batch, padded, slots, tuple(target_layers))
-        inputs = [F.pad(tokens, (0, padded - count)), torch.tensor(lengths), depths, within]
-        call = partial(score, store[..., :slots, :])
-        results = self._graphs.run(key, call, inputs, count, kind, warm_up)
-        if results is None:
-            return None
-        logits, *hidden_states = results
-        return logits, hidden_states[0] if hidden_states else None

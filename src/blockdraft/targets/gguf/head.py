@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import GGUFFile, dense, open_gguf
+from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.decoder_layer import DecoderLayer, plain
 from blockdraft.nn.packed import PackedLinear, pack_weights
 from blockdraft.nn.quantization import QuantizedWeight
@@ -34,7 +37,7 @@ def read_gguf_head(target: Target) -> DecoderHead:
     Raises:
         UsageError: The file has no head or several, or one that does not fit the model.
     """
-    path, kernels = target.path, target.kernels
+    path, kernels = target.path, cast("Library | None", target.kernels)
     assert path is not None
     file = open_gguf(path)
     if not has_head(file):

@@ -121,7 +121,7 @@ def machine(target: Target, out: Path) -> FitMachine:
 
 def may_be_quantized(target: Target) -> bool:
     """Return whether quantization may make this target faster: it is compiled for a CPU, in 16 bits or more."""
-    is_compiled = target.device.type == "cpu" and getattr(target, "compiled", None) is not None
+    is_compiled = target.device.type == "cpu" and target.is_compiled
     return is_compiled and not getattr(target, "bits", None)
 
 
