@@ -94,7 +94,10 @@ def test_what_this_projects_packages_bring_is_what_they_register() -> None:
 
 
 def test_missing_packages_are_named(
-    monkeypatch: pytest.MonkeyPatch, installed_plugin: Install, blockdraft: Callable[..., tuple[int, str, str]]
+    monkeypatch: pytest.MonkeyPatch,
+    installed_plugin: Install,
+    blockdraft: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
 ) -> None:
     assert install_hint(COMMANDS, "train") == "pip install blockdraft-train"
     assert install_hint(COMMANDS, "no such command") is None
@@ -107,5 +110,7 @@ def test_missing_packages_are_named(
         UsageError, match="backend is 'jax', which is not installed; pip install blockdraft-jax brings it"
     ):
         load_target("bundled", backend="jax")
+    code, _, err = blockdraft("serve", "--port", 0, "--drafter", "none", "--record", tmp_path / "record")
+    assert code == 2 and "--record needs another package; run pip install blockdraft-train." in err
     code, _, err = blockdraft("generate", "--drafter", "block_diffusion", "Hello")
     assert code == 2 and "pip install blockdraft-diffusion" in err

@@ -12,13 +12,13 @@ from torch import Tensor
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 from blockdraft_train import checkpoints
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.data.documents import Document
 from blockdraft_train.data.target_layers import target_hidden_states
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.objectives import Slots
 from blockdraft_train.variant import Variant

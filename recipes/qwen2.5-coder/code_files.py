@@ -18,8 +18,8 @@ from chats import ChatTokens
 from prompts import grams, measured_grams, read_lines
 
 from blockdraft import load_target
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft_train.data.documents import Document
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 FILES = {"thealgorithms_python": 500, "leetcode_python": 250, "code_files": 450}  # of each set

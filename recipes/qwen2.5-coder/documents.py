@@ -13,8 +13,8 @@ from prompts import read_lines
 from shards import read_shards
 
 from blockdraft import load_target
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets.fingerprint import target_fingerprint
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 VALIDATION = 50  # one task of so many

@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 
 from blockdraft import load_target
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft_train.data.documents import Document, read_data
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 RECIPE = Path(__file__).parent / "drafter.toml"

@@ -31,13 +31,13 @@ from responses import FIM_ENDS, PROMPT_TOKENS, REPEAT, beginning, unfit
 from safetensors.torch import load_file, save_file
 
 from blockdraft import SamplingParams, load_target
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets import embedding_and_head
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import LoadOptions
 from blockdraft_train import hidden_state_sources
 from blockdraft_train.data.documents import Document, read_data
 from blockdraft_train.data.loops import KEPT_TOKENS, loop_begin
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.job import TrainingJob

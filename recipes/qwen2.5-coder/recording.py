@@ -22,12 +22,12 @@ from torch import Tensor
 
 from blockdraft import load_target
 from blockdraft.engine import Request
-from blockdraft.engine.recording import Recorder
-from blockdraft.formats.token_data import tokenizer_fingerprint
+from blockdraft.engine.request import Recorder
 from blockdraft.targets import Target, target_fingerprint
 from blockdraft_train.data.documents import Document, read_data
 from blockdraft_train.data.hidden_states import plan_hidden_states, read_hidden_states
 from blockdraft_train.data.settings import HiddenStateSettings
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 FILE_TOKENS = 8192

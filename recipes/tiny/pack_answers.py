@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from blockdraft import load_target
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft_train.data.documents import Document
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 MIN_TOKENS = 4  # of an answer that is kept

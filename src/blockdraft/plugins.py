@@ -15,12 +15,15 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-COMMANDS, DRAFTERS, TARGETS, PAGES = (f"blockdraft.{kind}" for kind in ("commands", "drafters", "targets", "pages"))
+COMMANDS, DRAFTERS, TARGETS, PAGES, RECORDERS = (
+    f"blockdraft.{kind}" for kind in ("commands", "drafters", "targets", "pages", "recorders")
+)
 
 # What this project's other packages bring, for messages about what is not installed.
 PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "blockdraft-train": {
         COMMANDS: ("fit", "prompts", "data", "hidden-states", "train", "doctor"),
+        RECORDERS: ("folder",),
     },
     "blockdraft-diffusion": {
         COMMANDS: ("diffusion",),

@@ -7,12 +7,12 @@ import pytest
 from serving_client import MODEL, Client
 
 from blockdraft.engine import Engine
-from blockdraft.engine.recording import ConversationRecorder
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 from blockdraft_train.data.documents import read_data
+from blockdraft_train.data.recording import ConversationRecorder
 
 MESSAGES = [{"role": "user", "content": "the ant"}]
 SHORT = {"model": MODEL, "max_tokens": 6}

@@ -26,13 +26,13 @@ from blockdraft import load_drafter, load_target
 from blockdraft.folders import held
 from blockdraft.formats.gguf import open_gguf
 from blockdraft.formats.gguf.drafter import gguf_trained
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
 from blockdraft_train import checkpoints, hidden_state_sources, preflight, quantized_weights, trainer
 from blockdraft_train.data import hidden_states
 from blockdraft_train.data.documents import Document, read_data
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.graceful_shutdown import FINISH, Stopped, StopSignals

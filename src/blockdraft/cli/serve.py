@@ -17,6 +17,8 @@ from blockdraft.cli.target import (
     threads_in_words,
 )
 from blockdraft.errors import UsageError
+from blockdraft.plugins import RECORDERS, entry_points, install_hint
+from blockdraft.plugins import load as load_plugin
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
 from blockdraft.serving.sockets import bind, url_of
 from blockdraft.types import DEFAULT_BACKEND
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blockdraft.drafters import Drafter
-    from blockdraft.engine import Engine
-    from blockdraft.engine.recording import ConversationRecorder
+    from blockdraft.engine import Engine, Recorder
     from blockdraft.serving.service import Service
     from blockdraft.targets import Target
     from blockdraft.types import Drafting
@@ -61,7 +62,7 @@ def serve(
         from blockdraft.serving.backends import Backends
         from blockdraft.serving.service import Service
 
-        recorders: list[ConversationRecorder] = []  # one for the engines of all backends
+        recorders: list[Recorder] = []  # one for the engines of all backends
         load = partial(_engine, model, drafter, drafting, settings, recorders)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
@@ -93,7 +94,7 @@ def _engine(
     drafter: DrafterSettings,
     drafting: Drafting,
     settings: ServeSettings,
-    recorders: list[ConversationRecorder],
+    recorders: list[Recorder],
     backend: str,
 ) -> Engine:
     from blockdraft.engine import Engine
@@ -118,14 +119,12 @@ def _engine(
     )
 
 
-def _recorder(folder: Path, target: Target, drafter: Drafter, settings: ServeSettings) -> ConversationRecorder:
+def _recorder(folder: Path, target: Target, drafter: Drafter, settings: ServeSettings) -> Recorder:
     """Return the recorder of a server, which holds its folder.
 
     Raises:
-        UsageError: The folder cannot be used, or the drafter reads no hidden states.
+        UsageError: The folder cannot be used, the drafter reads no hidden states, or blockdraft-train is missing.
     """
-    from blockdraft.engine.recording import ConversationRecorder
-
     layers: tuple[int, ...] = ()
     if settings.record_hidden_states:
         if not drafter.target_layers:
@@ -134,7 +133,11 @@ def _recorder(folder: Path, target: Target, drafter: Drafter, settings: ServeSet
                 "a network, or leave out --record-hidden-states."
             )
         layers = tuple(sorted({*drafter.target_layers, target.num_layers}))  # the last ones are what it learns from
-    return ConversationRecorder(folder, target, layers, settings.record_bytes)
+    make = load_plugin(RECORDERS, "folder") if "folder" in entry_points(RECORDERS) else None
+    if make is None:
+        raise UsageError(f"--record needs another package; run {install_hint(RECORDERS, 'folder')}.")
+    recorder: Recorder = make(folder, target, layers, settings.record_bytes)
+    return recorder
 
 
 def _self_check(engine: Engine, count: int) -> str | None:

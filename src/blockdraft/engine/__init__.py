@@ -4,7 +4,7 @@ from blockdraft.engine.adaptive.costs import Costs
 from blockdraft.engine.conversation import ContextFull, Conversation, PendingTurn, chat_engine
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.infill import ExtraFile, InfillTokens, infill_params, infill_prompt
-from blockdraft.engine.request import Chunk, Completion, Request
+from blockdraft.engine.request import Chunk, Completion, Recorder, Request
 from blockdraft.engine.stats import Stats, loops, mean_tau, merge
 
 __all__ = [
@@ -16,9 +16,10 @@ __all__ = [
     "Engine",
     "ExtraFile",
     "InfillTokens",
+    "PendingTurn",
+    "Recorder",
     "Request",
     "Stats",
-    "PendingTurn",
     "chat_engine",
     "infill_params",
     "infill_prompt",

@@ -19,8 +19,7 @@ from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.infill import ExtraFile, infill_params, infill_prompt
 from blockdraft.engine.kv_slots import Memory
 from blockdraft.engine.prefix_store import PrefixStore
-from blockdraft.engine.recording import Recorder
-from blockdraft.engine.request import Chunk, Completion, Request
+from blockdraft.engine.request import Chunk, Completion, Recorder, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import check_request, encode, encode_prediction, end_token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from blockdraft.decode.prediction import Prediction
 from blockdraft.decode.sampling import RandomNumbers
@@ -16,6 +16,7 @@ from blockdraft.errors import BlockdraftError, NumbersError, RequestError, Usage
 from blockdraft.types import FinishReason, RequestDrafting, SamplingParams, StepTrace, TokenLogprob
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 SHORT_PROMPT, SHORT_OUTPUT = 256, 128  # most tokens that a short request reads, and may write
@@ -391,3 +392,24 @@ class Chunk:
 
 def _message(failure: BlockdraftError | None) -> str | None:
     return None if failure is None else str(failure)
+
+
+class Recorder(Protocol):
+    """Gets the finished requests of an engine.
+
+    Attributes:
+        target_layers: Target layers whose hidden states it needs, 0-based; empty for none.
+    """
+
+    target_layers: tuple[int, ...]
+
+    def record(self, request: Request, hidden_states: Tensor | None) -> None:
+        """Take a request that has ended without an error. Called in the engine's thread, so it should be quick.
+
+        Args:
+            hidden_states: `[S, m * H]` bfloat16, those of the prompt and of all tokens of the answer but the last, or
+                more; None without `target_layers`.
+        """
+
+    def close(self) -> None:
+        """Finish writing."""

@@ -13,8 +13,7 @@ from blockdraft.decode.proposal import ChainPlan
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.kv_slots import KVSlots
 from blockdraft.engine.prefix_store import PrefixStore
-from blockdraft.engine.recording import Recorder
-from blockdraft.engine.request import Request, RunningSequence
+from blockdraft.engine.request import Recorder, Request, RunningSequence
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe, duration
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets import Target
 from blockdraft_train.data.documents import Document, TokenData, read_data
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 TARGET_LAYERS = (2, 0)

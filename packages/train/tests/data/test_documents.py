@@ -8,9 +8,9 @@ import pytest
 import torch
 from some_documents import DOCUMENTS, IDENTITY, ids, write
 
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets import load_target_text
 from blockdraft_train.data.documents import Document, grown_since, read_data
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 

@@ -8,11 +8,11 @@ import torch
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.engine.recording import ConversationRecorder
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 from blockdraft_train.data.documents import Document, read_data
+from blockdraft_train.data.recording import ConversationRecorder
 from blockdraft_train.fit import continuing
 from blockdraft_train.fit.continuing import Taus, checked_data, continue_fit, turn_prompts
 from blockdraft_train.fit.settings import FitSettings

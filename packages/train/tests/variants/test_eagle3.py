@@ -12,7 +12,6 @@ from blockdraft import Engine, load_drafter, load_target
 from blockdraft.drafters.eagle3.network import Eagle3Network
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import read_drafter
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.tools.export import ExportFormat, export
@@ -21,6 +20,7 @@ from blockdraft_train.batches import PackedSequences
 from blockdraft_train.data.documents import Document, TokenData, read_data
 from blockdraft_train.data.hidden_states import HiddenStateSettings, plan_hidden_states
 from blockdraft_train.data.target_layers import target_hidden_states
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.job import TrainingJob

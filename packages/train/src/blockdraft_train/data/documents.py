@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.token_data import FORMAT, MANIFEST, tokenizer_fingerprint
 from blockdraft_train.data.manifest import read_manifest
+from blockdraft_train.data.token_data import FORMAT, MANIFEST, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import check_free, held, make_folder, write_file
-from blockdraft.formats.token_data import HIDDEN_STATES_MANIFEST as MANIFEST
-from blockdraft.formats.token_data import hidden_states_name
 from blockdraft.targets import Target, target_fingerprint
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.data.manifest import read_manifest
 from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.data.target_layers import batches, check_target_layers, target_hidden_states
+from blockdraft_train.data.token_data import HIDDEN_STATES_MANIFEST as MANIFEST
+from blockdraft_train.data.token_data import hidden_states_name
 
 FORMAT = 1
 SHARD_BYTES = 2**28

@@ -17,7 +17,6 @@ from torch import tensor
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.folders import check_writable, fingerprint, held
-from blockdraft.formats.token_data import FORMAT, MANIFEST, tokenizer_fingerprint
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft_train.data.chats import ChatEncoder, response_indices
 from blockdraft_train.data.documents import Document
@@ -26,6 +25,7 @@ from blockdraft_train.data.records import ChatRecord, Message, Record, read_reco
 from blockdraft_train.data.regenerate import Continuation, RegeneratedChat, Task, prompts_of, regenerate
 from blockdraft_train.data.responders import Responder
 from blockdraft_train.data.settings import CONTINUED, LONGEST, DataSettings, RecordSettings
+from blockdraft_train.data.token_data import FORMAT, MANIFEST, tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 MAX_FAULTS = 20  # faulty records that are listed

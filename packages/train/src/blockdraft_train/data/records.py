@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from blockdraft.errors import Complaints, UsageError
-from blockdraft.formats.token_data import MANIFEST
 from blockdraft.text_files import refuse_pointer
 from blockdraft_train.data.settings import RecordSettings
+from blockdraft_train.data.token_data import MANIFEST
 
 log = logging.getLogger(__name__)
 Message: TypeAlias = dict[str, Any]

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import check_free, fingerprint, make_folder, write_file
-from blockdraft.formats.token_data import FORMAT, MANIFEST, shard_name, token_shard
 from blockdraft_train.data.documents import (
     REASONS,
     RECORDS,
@@ -27,6 +26,7 @@ from blockdraft_train.data.documents import (
     states_of,
 )
 from blockdraft_train.data.manifest import read_manifest
+from blockdraft_train.data.token_data import FORMAT, MANIFEST, shard_name, token_shard
 
 SHARD_TOKENS = 2**24
 

@@ -26,7 +26,6 @@ from blockdraft.engine import Engine, loops
 from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
@@ -37,6 +36,7 @@ from blockdraft_train.data.loops import before_loop
 from blockdraft_train.data.responders import CHECKED_TOKENS
 from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.data.target_layers import target_hidden_states
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.fit.facts import FitMachine, Speeds, TargetFacts, TargetMeasurements, duration

@@ -6,7 +6,7 @@ no further turn is expected, it lies in a file of the folder `open`, which each 
 that is killed loses at most the request that it was writing, and the next one puts what it left into shards.
 
 A shard has two more tensors than other training data, `drafted` and `rejected`, and in its metadata the sampling
-parameters of each request. See `formats/token_data.py` for the others.
+parameters of each request. See `token_data.py` for the others.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from blockdraft.engine.request import Request
+from blockdraft.engine import Recorder, Request
 from blockdraft.errors import UsageError, describe
 from blockdraft.folders import fingerprint, held, write_file
-from blockdraft.formats.token_data import (
+from blockdraft.targets import Target, target_fingerprint
+from blockdraft.types import RECORD_BYTES
+from blockdraft_train.data.token_data import (
     FORMAT,
     HIDDEN_STATES_MANIFEST,
     MANIFEST,
@@ -40,8 +42,6 @@ from blockdraft.formats.token_data import (
     token_shard,
     tokenizer_fingerprint,
 )
-from blockdraft.targets import Target, target_fingerprint
-from blockdraft.types import RECORD_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -57,24 +57,6 @@ TICK_SECONDS = 5.0
 MAX_QUEUED = 64  # requests that wait to be written
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", *PENALTIES)
-
-
-class Recorder(Protocol):
-    """Gets the finished requests of an engine.
-
-    Attributes:
-        target_layers: Target layers whose hidden states it needs, 0-based; empty for none.
-    """
-
-    target_layers: tuple[int, ...]
-
-    def record(self, request: Request, hidden_states: Tensor | None) -> None:
-        """Take a request that has ended without an error. Called in the engine's thread, so it should be quick.
-
-        Args:
-            hidden_states: `[S, m * H]` bfloat16, those of the prompt and of all tokens of the answer but the last, or
-                more; None without `target_layers`.
-        """
 
 
 class Turn(NamedTuple):

@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Chunk, Engine, Request, recording
-from blockdraft.engine.recording import ConversationRecorder, RecordFolder, rejected_counts, sampling_of
+from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_train.data import recording
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.data.hidden_states import read_hidden_states
+from blockdraft_train.data.recording import ConversationRecorder, RecordFolder, rejected_counts, sampling_of
 from blockdraft_train.data.target_layers import target_hidden_states
 
 LAYERS = (0, 2)
