@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blockdraft.chat_text import HARMONY, render_chat
 from blockdraft.engine.text import AnswerText, TextStream
-from blockdraft.serving.request import ChatMessages, TextDelta, ToolCall, ToolChoice
+from blockdraft.serving.request import ChatMessages, TextDelta, ToolCall, ToolCallDelta, ToolChoice
 from blockdraft.serving.tool_calls import HarmonyParser, grammar_of, parser_of
 from blockdraft.types import Grammar
 
@@ -66,9 +66,14 @@ CASES: list[tuple[str, list[Part]]] = [
 
 
 def parsed(parser: Any, pieces: list[str]) -> list[Part]:
-    result = list[Part]()
+    """Return the parts, joined by kind. Deltas must begin the calls that follow."""
+    result, begun = list[Part](), dict[str, str]()
     for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
+        if isinstance(part, ToolCallDelta):
+            begun[part.id] = begun.get(part.id, "") + part.arguments
+            continue
         if isinstance(part, ToolCall):
+            assert part.arguments.startswith(begun.get(part.id, ""))
             result.append(("call", part.name, part.arguments))
             continue
         assert isinstance(part, TextDelta)
@@ -168,3 +173,17 @@ def test_forced_json(harmony: PreTrainedTokenizerFast) -> None:
             harmony, f"{ANALYSIS}a{NEXT}{FINAL}{SUN}", chat, form
         )
         assert not accepts(harmony, FINAL + "Hi", chat, form)
+
+
+def test_arguments_come_while_they_are_written(harmony: PreTrainedTokenizerFast) -> None:
+    parser = parser_of(harmony, ChatMessages([], TOOLS))
+    parts = parser.push("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>")
+    for text in ('{"city"', ': "K', 'öln"', "}"):
+        parts += parser.push(text)
+    assert [(part.name, part.arguments) for part in parts] == [
+        ("weather", ""),
+        ("weather", '{"city": "K'),
+        ("weather", 'öln"'),
+    ]
+    [whole] = parser.finish()
+    assert isinstance(whole, ToolCall) and (whole.id, whole.arguments) == (parts[0].id, SUN)

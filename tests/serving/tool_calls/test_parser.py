@@ -322,9 +322,31 @@ def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerFas
     assert most < len(text) - len("</tool_call>")
 
 
+FILE = {"path": "a.py", "text": "if x:\n\n    y = '</parameter> <b>'\n", "mode": 7, "force": True, "note": ""}
+KINDS = {"path": "string", "text": "string", "mode": "integer", "force": "boolean", "note": "string"}
+WRITE = {"name": "write", "parameters": {"properties": {name: {"type": kind} for name, kind in KINDS.items()}}}
+
+
+def test_arguments_in_bare_text_come_while_they_are_written(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["qwen3_coder"])
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in FILE.items())
+    text = f"<tool_call>\n<function=write>\n{parameters}</function>\n</tool_call>"
+    parser = parser_of(tokenizer, [{"type": "function", "function": WRITE}])
+    arrived = [(i, part) for i, character in enumerate(text) for part in parser.push(character)]
+    *deltas, (_, whole) = arrived
+    assert isinstance(whole, ToolCall) and json.loads(whole.arguments) == FILE
+    begun = "".join(part.arguments for _, part in deltas if isinstance(part, ToolCallDelta))
+    assert whole.arguments == begun + "}"
+    of_text = [i for i, _ in deltas if text.index("if x") < i < text.index("</parameter> <b>")]
+    assert len(of_text) > 8  # while the value is written, and not when it is complete
+    name, number = text.index("<parameter=mode>"), text.index("</parameter>\n<parameter=force>")
+    assert not [i for i, _ in deltas if name < i <= number]  # a number may go on
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "<tool_call>\n<function=unknown>\n<parameter=a>\nb",
         '<tool_call>{"name": "unknown", "arguments": {"a": "b',
         '<tool_call>{"arguments": {"a": "b"',
         '<tool_call>{"name": "f", "arguments": "{\\"a',

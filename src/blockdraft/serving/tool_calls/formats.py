@@ -37,7 +37,7 @@ JSON_WRAPPERS = {"```": "```", "<tools>": "</tools>", "<|python_tag|>": ""}
 FENCE = re.compile(r"```[\w+-]*[ \t]*\r?")  # without its line break
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER = "<parameter="
+PARAMETER, PARAMETER_CLOSE = "<parameter=", "</parameter>"
 FUNCTION_HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>\s*")
 PARAMETER_HEAD = re.compile(r"<parameter=([^<>\n]+)>\n?")
 # A value ends at the first marker that another parameter or the end of the call follows.
@@ -91,6 +91,13 @@ class ToolCallFormat(Protocol):
         """Return the start of a text, or None until enough text has come to decide. Later text changes no decision.
 
         The text starts at the index that `find` returned. If `final`, no more text comes, and a match is returned.
+        """
+        ...
+
+    def begun(self, text: str, tools: Tools) -> Call | None:
+        """Return the call that an undecided text begins with, as far as its arguments are certain.
+
+        They are the beginning of the arguments of the complete call. None where the text may be no call.
         """
         ...
 
@@ -226,24 +233,26 @@ CALL_HEAD = re.compile(rf'{TOOL_CALL}\s*\{{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?
 STRING_END = re.compile(r'(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*')  # whole characters of a string
 
 
-def begun_call(text: str) -> Call | None:
-    """Return the call that a text in the format of `Hermes` begins with, as far as its arguments are certain.
-
-    They are the beginning of the normalized arguments of the complete call. None if there is no such call.
-    """
-    head = CALL_HEAD.match(text)
-    if head is None:
-        return None
-    certain = _certain(text[head.end() :])
+def begun_arguments(text: str) -> str:
+    """Return what is certain of arguments whose JSON begins with a text, the beginning of the normalized arguments."""
+    certain = _certain(text) if text.startswith("{") else None
     if certain is None:
-        return Call(head[1], "")
+        return ""
     begun, closing = certain
     try:
-        arguments = json.dumps(_decode(begun + closing), ensure_ascii=False, allow_nan=False)
-        arguments.encode()
-    except (InvalidCall, ValueError):
-        return Call(head[1], "")
-    return Call(head[1], arguments[: -len(closing)])
+        return _encode_begun(_decode(begun + closing), len(closing))
+    except InvalidCall:
+        return ""
+
+
+def _encode_begun(value: Any, num_open: int) -> str:
+    """Encode a value as `_encode` will encode one that goes on, without its last characters; "" if that is unknown."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except ValueError:
+        return ""
+    return text[:-num_open]
 
 
 def _certain(text: str) -> tuple[str, str] | None:
@@ -302,6 +311,10 @@ class Hermes:
         except InvalidCall:
             return no_call
         return _end_of_calls(text, decoded[1], (call,), final)
+
+    def begun(self, text: str, tools: Tools) -> Call | None:
+        head = CALL_HEAD.match(text)
+        return None if head is None else Call(head[1], begun_arguments(text[head.end() :]))
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         start = literal(f'{TOOL_CALL}\n{{"name": {json.dumps(name)}, "arguments": ', added)
@@ -369,6 +382,9 @@ class PlainJson:
             end = _skip_space(text, end) + 1
         return _end_of_calls(text, end, tuple(calls), final, closing)
 
+    def begun(self, text: str, tools: Tools) -> Call | None:
+        return None  # without a marker, what begins like a call is often text
+
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         start = literal(f'{{"name": {json.dumps(name)}, "{self._arguments}": ', added)
         return " ".join([start, json_expression(object_schema(schema)), literal("}", added)])
@@ -424,12 +440,7 @@ class Qwen3Coder:
         head, no_call = FUNCTION_HEAD.match(text), CallMatch(len(marker))
         if head is None:
             return None if _may_become_head(text) and not final else no_call
-        schema = tools.get(head[1], {})
-        values, index = dict[str, Any](), head.end()
-        while (key := PARAMETER_HEAD.match(text, index)) and (end := PARAMETER_END.search(text, key.end())):
-            value = text[key.end() : end.start()].removesuffix("\n")
-            values[key[1]] = _parse_value(value, schema.get("properties", {}).get(key[1], True), schema)
-            index = end.end()
+        values, index = _parameters(text, head.end(), tools.get(head[1], {}))
         if not text.startswith(FUNCTION_END, index):
             incomplete = text.startswith(PARAMETER, index) or any(
                 marker.startswith(text[index:]) for marker in (PARAMETER, FUNCTION_END)
@@ -437,6 +448,17 @@ class Qwen3Coder:
             return None if incomplete and not final else no_call
         calls, index = (Call(head[1], _encode(values)),), index + len(FUNCTION_END)
         return _end_of_calls(text, index, calls, final) if marker == TOOL_CALL else CallMatch(index, calls)
+
+    def begun(self, text: str, tools: Tools) -> Call | None:
+        head = FUNCTION_HEAD.match(text)
+        if head is None:
+            return None
+        schema = tools.get(head[1], {})
+        values, index = _parameters(text, head.end(), schema)
+        key, num_open = PARAMETER_HEAD.match(text, index), 1
+        if key and key.end() < len(text) and key[1] not in values and _is_bare(_property(schema, key[1]), schema):
+            values[key[1]], num_open = _begun_value(text[key.end() :]), 2
+        return Call(head[1], _encode_begun(values, num_open) if values else "")
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         schema = object_schema(schema)
@@ -459,6 +481,34 @@ class Qwen3Coder:
             parameter = literal(f"{PARAMETER}{key}>\n", added) + " " + value
             parts.append(parameter if key in schema.get("required", ()) else f"({parameter})?")
         return " ".join([*parts, literal(FUNCTION_END + "\n" + TOOL_CALL_END, added)])
+
+
+def _parameters(text: str, index: int, schema: Schema) -> tuple[dict[str, Any], int]:
+    """Return the values of the complete parameters from an index on, by name, and the index of their end."""
+    values = dict[str, Any]()
+    while (key := PARAMETER_HEAD.match(text, index)) and (end := PARAMETER_END.search(text, key.end())):
+        value = text[key.end() : end.start()].removesuffix("\n")
+        values[key[1]] = _parse_value(value, _property(schema, key[1]), schema)
+        index = end.end()
+    return values, index
+
+
+def _property(schema: Schema, name: str) -> Any:
+    return schema.get("properties", {}).get(name, True)
+
+
+def _is_bare(schema: Any, root: Schema) -> bool:
+    """Return whether the value of every text is the text itself."""
+    return allowed_types(schema, root) == {"string"} and not listed_values(schema, root)
+
+
+def _begun_value(text: str) -> str:
+    """Return what is certain of a parameter's value that begins with a text."""
+    end = text.rfind(PARAMETER_CLOSE)
+    rest = text[end + len(PARAMETER_CLOSE) :].lstrip()
+    if end < 0 or not any(marker.startswith(rest) for marker in (PARAMETER, FUNCTION_END)):
+        end = max(end + 1, 0) + find_marker(text[max(end + 1, 0) :], PARAMETER_CLOSE)
+    return text[:end].removesuffix("\n")
 
 
 def _may_become_head(text: str) -> bool:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Collection
+from typing import TypeAlias
 
 from blockdraft.chat_text import HARMONY
 from blockdraft.serving.json_schemas import Tools
-from blockdraft.serving.request import TextDelta, ToolCall
+from blockdraft.serving.request import TextDelta, ToolCall, ToolCallDelta
+from blockdraft.serving.tool_calls.call_parts import CallParts
 from blockdraft.serving.tool_calls.formats import (
+    Call,
     InvalidCall,
+    begun_arguments,
     decode_arguments,
     find_marker,
     json_expression,
@@ -30,6 +33,8 @@ OWN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 FUNCTION = "functions."
 PROMPT_END = START + "assistant"
+
+Part: TypeAlias = "TextDelta | ToolCallDelta | ToolCall"
 
 
 class HarmonyParser:
@@ -51,24 +56,24 @@ class HarmonyParser:
         self._kind: str | None = "text" if begun else None
         self._written: set[str] = set()  # kinds with text
         self._separator = ""  # before the next text
-        self._num_calls = 0
+        self._calls = CallParts()
 
     @property
     def called(self) -> bool:
         """Whether the output has a call."""
-        return self._num_calls > 0
+        return self._calls.num_calls > 0
 
     @property
     def ended(self) -> bool:
         """Whether the only allowed call is complete. Later text is not part of the output."""
         return self.called and not self._parallel
 
-    def push(self, text: str) -> list[TextDelta | ToolCall]:
+    def push(self, text: str) -> list[Part]:
         """Add text and return the parts that are decided."""
         self._buffer += text
         return self._parse(final=False)
 
-    def finish(self, cut: bool = False) -> list[TextDelta | ToolCall]:
+    def finish(self, cut: bool = False) -> list[Part]:
         """Return the remaining parts once no more text will come.
 
         Args:
@@ -82,8 +87,13 @@ class HarmonyParser:
     def _in_call(self) -> bool:
         return self._kind is not None and self._kind.startswith(FUNCTION)
 
-    def _parse(self, final: bool) -> list[TextDelta | ToolCall]:
-        parts = list[TextDelta | ToolCall]()
+    @property
+    def _tool(self) -> str:
+        """Name of the tool that is called."""
+        return str(self._kind).removeprefix(FUNCTION)
+
+    def _parse(self, final: bool) -> list[Part]:
+        parts = list[Part]()
         while not self.ended and (self._buffer or (final and self._in_call)):
             if self._kind is None and not self._read_header(final):
                 break
@@ -92,6 +102,8 @@ class HarmonyParser:
             marker = next((marker for marker in BODY_ENDS if self._buffer.startswith(marker, end)), None)
             end = len(self._buffer) if final and marker is None else end
             if self._in_call and marker is None and not final:
+                if (body := self._buffer[:end].lstrip()).startswith("{"):
+                    parts += self._calls.begin(Call(self._tool, begun_arguments(body)))
                 break
             body, self._buffer = self._buffer[:end], self._buffer[end:]
             parts += self._call(body) if self._in_call else self._text(self._kind, body)
@@ -124,21 +136,19 @@ class HarmonyParser:
         self._buffer = body
         return True
 
-    def _text(self, kind: str, body: str) -> list[TextDelta | ToolCall]:
+    def _text(self, kind: str, body: str) -> list[Part]:
         if not body:
             return []
         text, self._separator = self._separator + body, ""
         self._written.add(kind)
         return [TextDelta(text, reasoning=kind == "reasoning")]
 
-    def _call(self, body: str) -> list[TextDelta | ToolCall]:
-        name = str(self._kind).removeprefix(FUNCTION)
+    def _call(self, body: str) -> list[Part]:
         try:
-            arguments = decode_arguments(body)
+            return [self._calls.complete(Call(self._tool, decode_arguments(body)))]
         except InvalidCall:
+            self._calls.drop()
             return self._text("text", body)
-        self._num_calls += 1
-        return [ToolCall(self._num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name, arguments)]
 
 
 def harmony_grammar(tools: Tools, content: str | None, begun: bool, added: Collection[str]) -> str:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import harmony_ids
 from blockdraft.serving.json_schemas import Tools, tool_schemas
-from blockdraft.serving.request import ChatMessages, TextDelta, ToolCall, ToolCallDelta
+from blockdraft.serving.request import ChatMessages, TextDelta
+from blockdraft.serving.tool_calls.call_parts import CallParts
 from blockdraft.serving.tool_calls.formats import (
     FORMATS,
     THINK,
     THINK_END,
     ToolCallFormat,
     allows_parallel_calls,
-    begun_call,
     find_marker,
     format_of,
     is_reasoning,
     may_reason,
 )
-from blockdraft.serving.tool_calls.harmony import PROMPT_END, HarmonyParser
-
-Part: TypeAlias = "TextDelta | ToolCallDelta | ToolCall"
+from blockdraft.serving.tool_calls.harmony import PROMPT_END, HarmonyParser, Part
 
 
 def parser_of(
@@ -81,13 +76,12 @@ class OutputParser:
         self._stage = "reasoning" if reasoning else "start" if may_reason else "output"
         self._buffer = ""
         self._reasoning, self._output = _Trimmer(leading=True), _Trimmer(leading=False)
-        self._num_calls = 0
-        self._begun: ToolCallDelta | None = None  # all of the call that is being written, as far as it was returned
+        self._calls = CallParts()
 
     @property
     def called(self) -> bool:
         """Whether the output has a call."""
-        return self._num_calls > 0
+        return self._calls.num_calls > 0
 
     @property
     def ended(self) -> bool:
@@ -149,30 +143,19 @@ class OutputParser:
             match = next((match for match in matches if match and match.calls), None)
             if match is None:
                 if None in matches:
-                    self._add_arguments(parts)
+                    undecided = [form for form, match in zip(candidates, matches, strict=True) if match is None]
+                    begun = [form.begun(self._buffer, self._tools) for form in undecided]
+                    for call in [call for call in begun if call and call.name in self._tools][:1]:
+                        parts += self._calls.begin(call)
                     break
                 match = min(filter(None, matches))
                 self._add_text(parts, self._buffer[: match.length])
             for call in match.calls[: None if self._parallel else 1]:
-                call_id = self._begun.id if self._begun else new_call_id()
-                parts.append(ToolCall(self._num_calls, call_id, call.name, call.arguments))
-                self._num_calls += 1
-                self._begun = None
+                parts.append(self._calls.complete(call))
                 self._output = _Trimmer(leading=True)
-            self._buffer, self._begun = self._buffer[match.length :], None
+            self._buffer = self._buffer[match.length :]
+            self._calls.drop()
         return parts
-
-    def _add_arguments(self, parts: list[Part]) -> None:
-        """Add the new arguments of the call that the buffer begins with, if there are any."""
-        call = begun_call(self._buffer)
-        if call is None or call.name not in self._tools:
-            return
-        if self._begun is None:
-            self._begun = ToolCallDelta(self._num_calls, new_call_id(), call.name, "")
-            parts.append(self._begun)
-        if call.arguments.startswith(self._begun.arguments) and call.arguments != self._begun.arguments:
-            parts.append(replace(self._begun, arguments=call.arguments.removeprefix(self._begun.arguments)))
-            self._begun = replace(self._begun, arguments=call.arguments)
 
     def _add_text(self, parts: list[Part], text: str) -> None:
         if not (trimmed := self._output.push(text)):
@@ -182,10 +165,6 @@ class OutputParser:
             parts[-1] = TextDelta(last.text + trimmed)
         else:
             parts.append(TextDelta(trimmed))
-
-
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class _Trimmer:
