@@ -151,7 +151,7 @@ def test_a_signal_ends_a_request_whose_prompt_is_being_read(
 ) -> None:
     """And what has been read is stored for the next start."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    target = load_target(tiny_target_dir)
+    target = load_target(tiny_target_dir, compile="off")
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda *args, **more: (time.sleep(0.3), forward(*args, **more))[1])
     with Engine(target, prefill_tokens=4, stored_prefix_tokens=16) as engine:
@@ -169,11 +169,12 @@ def test_a_signal_ends_a_request_whose_prompt_is_being_read(
     assert seconds < 2.5 and not server.thread.is_alive()
     assert "stopped before the response ended" in received
     [line] = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"Stopping: a prompt is ended after \d+ of 100 tokens\.", line)
+    ended = re.fullmatch(r"Stopping: a prompt is ended after (\d+) of 100 tokens\.", line)
+    assert ended, line
     assert not caplog.records
     with Engine(target, stored_prefix_tokens=16) as again:
         [completion] = again.generate([body["prompt"]], SamplingParams(1))
-    assert 16 <= completion.stats.remembered < 100
+    assert 0.9 * int(ended[1]) <= completion.stats.remembered < 100
 
 
 def test_new_requests_are_refused_during_shutdown(start: Callable[..., Running]) -> None:
@@ -233,6 +234,10 @@ def test_a_port_in_use_is_an_error() -> None:
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port is {port}, which is in use"):
             sockets.bind(ServeSettings(port=port))
+    with closing(sockets.bind(ServeSettings(port=0))) as loading:
+        socket.create_connection(loading.getsockname()).close()  # which waits until the server accepts it
+        with pytest.raises(UsageError, match="in use"):
+            sockets.bind(ServeSettings(port=loading.getsockname()[1]))
     with pytest.raises(UsageError, match="cannot listen at"):
         sockets.bind(ServeSettings(host="no.such.host.invalid", api_key="k"))
 

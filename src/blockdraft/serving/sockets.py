@@ -12,10 +12,13 @@ from blockdraft.serving.settings import ServeSettings
 
 # SO_REUSEADDR would let a second server take the same port on Windows.
 EXCLUSIVE = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+MAX_UNACCEPTED = 2048  # connections
 
 
 def bind(settings: ServeSettings) -> socket.socket:
-    """Return a socket bound to the address of the settings. It does not accept connections yet.
+    """Return a socket that listens at the address of the settings.
+
+    Connections wait until the server accepts them, which is after it has loaded its model.
 
     Raises:
         UsageError: The address is in use, or does not belong to this machine.
@@ -31,6 +34,7 @@ def bind(settings: ServeSettings) -> socket.socket:
                 milliseconds = min(int(1000 * settings.stall_seconds), 2**31 - 1)
                 bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             bound.bind(address)
+            bound.listen(MAX_UNACCEPTED)  # a second server could bind to the address until then
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise UsageError(
