@@ -134,8 +134,7 @@ def contexts(options: argparse.Namespace, folder: Path) -> Calls:
         begun.cache_clear()  # it knows one processor
         with patch.object(build, "NATIVE", f"-march={processor}"):
             for name in options.kv_dtypes:
-                how = {"kv_dtype": "int8"} if name == "int8" else {"dtype": name}
-                target = load_target(options.target, compile="on", **how)
+                target = load_target(options.target, compile="on", kv_dtype=name)
                 calls |= forwards_of(f"{processor}, {name}", target, options)
     if options.target:
         return calls

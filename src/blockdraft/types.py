@@ -35,7 +35,7 @@ DEFAULT_COMPILE: Compile = "auto"
 # Largest block that costs a CPU little more than one token, where the target is compiled.
 CPU_BLOCK_SIZE = 4
 Quantize: TypeAlias = Literal["int8", "int4", "fp8"]  # quantization of a target's weights
-KVDtype: TypeAlias = Literal["int8"]  # quantization of its keys and values
+KVDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]  # of its keys and values
 # Type of the matrices in GGUF files. The default is exact for a model in bfloat16.
 GGUFWeights: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
@@ -160,7 +160,9 @@ class LoadOptions:
         "fp8 for NVIDIA GPUs. `blockdraft quantize` writes a model that loses less.",
     )
     kv_dtype: KVDtype | None = Field(
-        None, description="Quantize the key/value cache: half the memory of bfloat16. For CPUs."
+        None,
+        description="Type of keys and values in the cache of a forward pass compiled for a CPU; int8 takes half the "
+        "memory of bfloat16. By default bfloat16 for GGUF files, and the target's own elsewhere.",
     )
     max_context: Annotated[int | None, Flag("--max-model-len", metavar="TOKENS")] = Field(
         None,
@@ -184,6 +186,12 @@ class LoadOptions:
         import torch
 
         return getattr(torch, str(self.dtype))  # type: ignore[no-any-return]
+
+    def store_dtype(self, default: torch.dtype) -> torch.dtype:
+        """Return torch's dtype of keys and values."""
+        import torch
+
+        return default if self.kv_dtype is None else getattr(torch, self.kv_dtype)  # type: ignore[no-any-return]
 
     @property
     def torch_device(self) -> torch.device:

@@ -58,7 +58,7 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
     if options.quantize is not None:
         raise NotCovered("it does not quantize weights")
     if options.kv_dtype is not None:
-        raise NotCovered("it does not quantize keys and values")
+        raise NotCovered("it has no choice of the type of keys and values")
     folder = checked_folder(path, options.revision)
     if _has_quantized_tables(path, options.revision):
         raise NotCovered(

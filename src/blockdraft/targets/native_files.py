@@ -93,7 +93,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
     if quantize is None:
         _check_alike(wanted, tensors)
     kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
-    store = torch.int8 if options.kv_dtype == "int8" else dtype
+    store = options.store_dtype(default=dtype)
     packs = compile != "off" and why_not_packed(wanted, dtype, device) is None
     made = build(kind, store, wanted.head_divisor, bool(quantize or few), dtype) if packs else None
 

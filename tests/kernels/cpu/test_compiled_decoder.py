@@ -35,15 +35,16 @@ def pair(proposal: object) -> tuple[torch.Tensor, torch.Tensor]:
     return proposal.tokens, proposal.parents  # type: ignore[attr-defined]
 
 
-@pytest.fixture(params=["float32", "bfloat16", "int8", "int4", "int8 keys and values"])
+@pytest.fixture(params=["float32", "bfloat16", "int8", "int4", "int8 keys and values", "bfloat16 keys and values"])
 def target(request: pytest.FixtureRequest, tiny_target_dir: Path) -> Target:
     if request.param in ("int8", "int4"):
         loaded = load_target(
             tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", quantize=request.param
         )
     elif "keys" in request.param:
+        kind = request.param.split()[0]
         loaded = load_target(
-            tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", kv_dtype="int8"
+            tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="on", kv_dtype=kind
         )
     else:
         loaded = load_target(tiny_target_dir, dtype=request.param, device="cpu", backend="native", compile="on")
@@ -190,11 +191,11 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
 def test_keys_and_values_in_8_bits_are_for_compiled_targets(tiny_target_dir: Path) -> None:
     for ways, words in (
         ({"compile": "off"}, "has none: compile is off"),
-        ({"backend": "hf"}, "does not quantize keys"),
+        ({"backend": "hf"}, "no choice of the type of keys"),
     ):
         with pytest.raises(ValueError, match=words):
             load_target(tiny_target_dir, dtype="float32", device="cpu", kv_dtype="int8", **ways)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kv_dtype must be 'int8', got 'int4'"):
+    with pytest.raises(ValueError, match="kv_dtype must be 'float32', 'bfloat16' or 'int8', got 'int4'"):
         load_target(tiny_target_dir, kv_dtype="int4")  # type: ignore[arg-type]
 
 

@@ -309,7 +309,9 @@ class CompiledDecoder(CompiledLayers, Executor):
         library, traits = self.library, ["compiled"]
         if not self.decoder.bits and self.decoder.dtype == torch.float32 and library.weights_dtype == torch.bfloat16:
             traits.append("weights kept in bfloat16")
-        return traits if library.store_dtype != torch.int8 else [*traits, "int8 keys and values"]
+        if library.store_dtype != self.decoder.dtype:
+            traits.append(f"{str(library.store_dtype).removeprefix('torch.')} keys and values")
+        return traits
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         if self.states is None:

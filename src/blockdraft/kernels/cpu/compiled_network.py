@@ -62,13 +62,12 @@ class CompiledHost(DraftHost):
         if reason is not None:
             raise NotCompiled(reason)
         target = self.decoder.library
-        store = torch.int8 if target.store_dtype == torch.int8 else self.dtype
         inputs = {module.in_features for module in network.modules() if isinstance(module, nn.Linear)}
         fits = all(size % MIN_GROUP == 0 for size in inputs) and head_dim % target.lanes == 0
-        if self.bits is not None and fits and target.store_dtype == store:
+        if self.bits is not None and fits:
             return target, self.bits
         halved = self.dtype == torch.float32 and all(fits_bfloat16(weight) for weight in weights if weight.ndim == 2)
-        made = build(torch.bfloat16 if halved else self.dtype, store, head_dim, inputs=self.dtype)
+        made = build(torch.bfloat16 if halved else self.dtype, target.store_dtype, head_dim, inputs=self.dtype)
         library = made.library()
         if library is None:
             logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)

@@ -18,6 +18,8 @@ FOLDER = Path(__file__).with_name("libraries")  # only in wheels
 DTYPES = (  # of weights, inputs and store; head sizes are multiples of 16, weights may be quantized
     (torch.float32, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.float32, torch.int8),
     (torch.bfloat16, torch.float32, torch.int8),

@@ -81,7 +81,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
     halved = matrices & set(FLOATS) == {"BF16"} and not weights.expanded
     kind = torch.bfloat16 if halved else dtype
     reason = "compile is off" if options.compile == "off" else why_not(wanted, dtype, device)
-    store = torch.int8 if options.kv_dtype == "int8" else dtype
+    store = options.store_dtype(default=torch.bfloat16)
     packs = options.compile != "off" and why_not_packed(wanted, dtype, device) is None
     made = build(kind, store, wanted.head_divisor, not matrices <= set(FLOATS)) if packs else None
     library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
