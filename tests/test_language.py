@@ -44,7 +44,7 @@ PHRASES = {
 CONVOLUTIONS = (
     "src/blockdraft/drafters/dflash2/",
     "src/blockdraft/kernels/cpu/",
-    "src/blockdraft/nn/delta_net.py",
+    "src/blockdraft/nn/recurrent_mixer.py",
     "tests/kernels/cpu/",
 )
 FILES = sorted(

@@ -74,7 +74,7 @@ FAMILY_NAMES = {
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
 # Families of the catalogue from 2025 and 2026, and why their GGUF files do not run compiled; None: they do.
-LATENT, MAMBA = "the native decoder has no latent attention", "the native decoder has no Mamba-2 layers"
+LATENT = "the native decoder has no latent attention"
 RECENT: dict[str, str | None] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
@@ -94,7 +94,7 @@ RECENT: dict[str, str | None] = {
     "minimax_m2": "not in the table of families",
     "ministral3": None,
     "mistral4": LATENT,
-    "nemotron_h": MAMBA,
+    "nemotron_h": None,
     "olmo3": None,
     "qwen3": None,
     "qwen3_5": None,
@@ -105,8 +105,8 @@ RECENT: dict[str, str | None] = {
     "qwen3_vl_moe": None,
     "smollm3": None,
 }
-DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-NATIVE_ONLY = {"jax": {"gemma4_text", "gpt_oss", "olmo2", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", *DELTA_NETS}}
+HYBRIDS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h"}
+NATIVE_ONLY = {"jax": {"gemma4_text", "gpt_oss", "olmo2", "phi3", "qwen3_moe", *HYBRIDS}}
 
 
 class Cell(NamedTuple):
@@ -188,7 +188,8 @@ Drafters that [MLX](mlx.md) and [JAX](jax.md) do not run themselves run in torch
 """
 FILES = """## GGUF files of models from 2025 and 2026
 
-The text part of Qwen3-VL runs as Qwen3. The context of Ministral 3 and Devstral 2 ends at their original one, mostly
+The text part of Qwen3-VL runs as Qwen3. Of Nemotron 3, Nano runs; Super and Ultra are refused, because their experts
+read a latent projection. The context of Ministral 3 and Devstral 2 ends at their original one, mostly
 16,384 tokens, because attention is scaled by position beyond.
 """
 LAST = """Quantized checkpoints of other layouts than those of [quantize.md](quantize.md) run through transformers, if
@@ -197,8 +198,8 @@ it supports them on the device.
 ## Recurrent layers
 
 Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut, so such a model cannot draft for
-another. Compiled for a CPU, gated delta nets keep [checkpoints](architecture.md#targets) of their states, at which
-requests share prefixes; elsewhere they share none. Short convolutions keep a state only through transformers.
+another. Compiled for a CPU, both keep [checkpoints](architecture.md#targets) of their states, at which requests share
+prefixes; elsewhere they share none. Short convolutions keep a state only through transformers.
 
 ## Refused everywhere
 

@@ -20,9 +20,9 @@ SYSTEM = [(7 * i * i + 3) % 250 + 4 for i in range(70)]
 DRAFTERS = pytest.mark.parametrize("drafter", ["none", "lookup"])
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder = write_model("qwen3_5_text", tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=["qwen3_5_text", "nemotron_h"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = write_model(request.param, tmp_path_factory.mktemp("model"))
     loaded = load_target(folder, dtype="float32", device="cpu", compile="on")
     assert not loaded.can_truncate and loaded.keeps_checkpoints
     return loaded

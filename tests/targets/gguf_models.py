@@ -72,6 +72,49 @@ CONVOLUTION_KEYS = {
 }
 
 
+GRANITE_HYBRID: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.5,
+    "logits_scaling": 4.0,
+}
+MAMBA_KEYS = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}
+GRANITE_HYBRID_KEYS: dict[str, Any] = MAMBA_KEYS | {
+    "attention.head_count_kv": [0, 2, 0],
+    "attention.key_length": None,
+    "attention.value_length": None,
+    "expert_shared_feed_forward_length": 40,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.25,
+    "attention.scale": 0.5,
+    "logit_scale": 4.0,
+    "rope.scaling.finetuned": False,
+}
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_norm_epsilon": 1e-3,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "time_step_min": 1e-9,  # transformers' limit of step sizes in prompts
+}
+NEMOTRON_KEYS: dict[str, Any] = MAMBA_KEYS | {"rope.dimension_count": 8}
+
+
 GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 6,
     "layer_types": [NEAR, FAR, NEAR, FAR, NEAR, FAR],
@@ -311,6 +354,32 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
             "logits_scaling": 4.0,
         },
         {"embedding_scale": 3.0, "residual_scale": 0.25, "attention.scale": 0.5, "logit_scale": 4.0},
+        {},
+    ),
+    "granitemoehybrid": (
+        GRANITE_HYBRID | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32},
+        GRANITE_HYBRID_KEYS | EXPERT_KEYS,
+        {},
+    ),
+    "granitemoehybrid-dense": (
+        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"} | rotary(),
+        GRANITE_HYBRID_KEYS | {"feed_forward_length": 40, "rope.scaling.finetuned": None},
+        {},
+    ),
+    "nemotron_h": (
+        NEMOTRON
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]}
+        | {"n_routed_experts": 5, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5}
+        | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64},
+        NEMOTRON_KEYS
+        | EXPERT_KEYS
+        | {"attention.head_count_kv": [0, 0, 2, 0, 0], "feed_forward_length": [0, 32, 0, 32, 0]}
+        | {"expert_shared_feed_forward_length": 64, "expert_weights_scale": 2.5, "expert_group_count": 1},
+        {},
+    ),
+    "nemotron_h-dense": (
+        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]},
+        NEMOTRON_KEYS | {"attention.head_count_kv": [0, 0, 2, 0, 0], "feed_forward_length": [0, 40, 0, 40, 0]},
         {},
     ),
     "lfm2": (CONVOLUTIONS, CONVOLUTION_KEYS, {}),

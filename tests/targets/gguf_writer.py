@@ -17,6 +17,8 @@ ARCHITECTURES = {
     "mistral": "llama",
     "ministral3": "mistral3",
     "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
@@ -27,11 +29,12 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }  # the others are named by their model_type
+INTERLEAVED = ("llama", "granite", "granitehybrid", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3")
 # Offset and number of the float16 factors in a block; the default is one at the beginning.
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 FACTORS |= {"Q6_K": (208, 1), "TQ1_0": (52, 1), "TQ2_0": (64, 1)}
 ROUNDED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # types that the gguf package quantizes
-SMALL_PARTS = ("gate_inp", "conv1d", "shortconv.conv", ".bias")  # parts of the names of tensors that stay in F32
+SMALL_PARTS = ("gate_inp", "conv1d", "shortconv.conv", "ssm_norm", ".bias")  # in names of tensors that stay in F32
 
 
 def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -88,10 +91,12 @@ def write_gguf(
     """
     config: Any = model.config
     arch = arch or ARCHITECTURES.get(config.model_type, config.model_type)
+    if arch == "nemotron_h_moe" and "moe" not in config.layer_types:
+        arch = "nemotron_h"
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=shard_tensors)
     sizes = config.to_dict() if arch == "gemma4" else vars(config)  # they differ from layer to layer
     head_dim = sizes.get("head_dim") or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
     values = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -99,7 +104,7 @@ def write_gguf(
         "feed_forward_length": inner_sizes(config),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": sizes["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
@@ -122,7 +127,7 @@ def write_gguf(
         if theirs is None or (theirs == "output.weight" and config.tie_word_embeddings):
             continue
         data = tensor.float().numpy()
-        if arch in ("llama", "granite", "mistral3", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+        if arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
             data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             data = data + 1
@@ -155,7 +160,7 @@ def inner_sizes(config: Any) -> int | list[int] | None:
 
 
 def kind_of(name: str, data: np.ndarray, kinds: Mapping[str, str] | str) -> str:
-    if data.ndim < 2 or any(part in name for part in SMALL_PARTS):
+    if data.ndim < 2 or data.shape[-1] == 1 or any(part in name for part in SMALL_PARTS):
         return "F32"
     return kinds if isinstance(kinds, str) else next((kind for part, kind in kinds.items() if part in name), "F32")
 
@@ -174,6 +179,9 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             name = name.replace(".dt_bias", ".dt_proj.bias")
         if model.config.model_type == "gpt_oss":
             yield from as_gpt_oss(name, tensor)
+            continue
+        if "mamba_n_heads" in vars(model.config) or model.config.model_type == "nemotron_h":
+            yield from with_mamba2(model.config, name, tensor)
             continue
         name = name.replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
         name = name.replace(".router.scale", ".router.proj.scale")
@@ -227,6 +235,38 @@ def as_qwen3_next(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str,
     place = name.removesuffix("in_proj_qkvz.weight")
     yield f"{place}in_proj_qkv.weight", torch.cat([queries, keys_of, values_of])
     yield f"{place}in_proj_z.weight", gates
+
+
+def with_mamba2(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor of Granite 4 or Nemotron-H as in files."""
+    groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+    part = name.rpartition(".")[2]
+    if part == "A_log":
+        tensor = -tensor.exp()
+    if part in ("A_log", "D"):
+        tensor = tensor.unsqueeze(-1)
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        tensor = tensor.view(groups, -1)
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace(".e_score_correction_bias", ".e_score_correction.bias")
+    if config.model_type == "nemotron_h":
+        name = name.replace("model.", "backbone.", 1)
+        if ".mixer.experts." in name:
+            name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.") + ".weight"
+        yield name, tensor.squeeze() if "conv1d" in name else tensor
+        return
+    place, _, part = name.partition("block_sparse_moe.")
+    mlp = f"{place}mlp.experts." if part else ""
+    if ".shared_mlp." in name:
+        place, _, part = name.partition("shared_mlp.")
+        mlp = f"{place}mlp.shared_expert." if config.num_local_experts else f"{place}mlp."
+    if part in ("experts.gate_up_proj", "input_linear.weight"):
+        gate, up = tensor.chunk(2, dim=-2)
+        yield from ((f"{mlp}gate_proj.weight", gate), (f"{mlp}up_proj.weight", up))
+    elif mlp and part != "router.weight":
+        yield f"{mlp}down_proj.weight", tensor
+    else:
+        name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
+        yield name, tensor.squeeze() if "conv1d" in name else tensor
 
 
 def writer_arch(name: str) -> gguf.MODEL_ARCH:
@@ -289,6 +329,6 @@ def tiny(config: Any, seed: int = 0) -> PreTrainedModel:
             else:
                 weight.copy_(config.initializer_range * drawn)
         for name, buffer in model.named_buffers():
-            if name.endswith(("expert_bias", "layer_scalar")):
+            if name.endswith(("expert_bias", "layer_scalar", "e_score_correction_bias")):
                 buffer += 0.2 * torch.from_numpy(random.standard_normal(buffer.shape, dtype=np.float32))
     return model.eval()

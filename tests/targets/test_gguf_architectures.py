@@ -28,6 +28,11 @@ SIZES_KEYS |= {f"attention.{part}_length_swa": 64 for part in ("key", "value")} 
 # Of Qwen3.5, with three value heads for each key head.
 NET = {"linear_key_head_dim": 32, "linear_value_head_dim": 128, "linear_num_value_heads": 6}
 NET_KEYS = {"ssm.state_size": 32, "ssm.time_step_rank": 6, "ssm.inner_size": 768, "rope.dimension_count": 32}
+# Of Mamba-2: two groups, and projections of whole vectors.
+MAMBA_KEYS = {"ssm.state_size": 32, "ssm.time_step_rank": 16, "ssm.inner_size": 512}
+GRANITE_HYBRID = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "shared_intermediate_size": 256}
+GRANITE_KEYS = MAMBA_KEYS | {"attention.key_length": 64, "attention.value_length": 64}
+NEMOTRON = {"mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 32}
 GATES_APART = {"ssm_alpha": "F32", "ssm_beta": "F32"} | MIXED
 FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "gemma4": (
@@ -43,6 +48,32 @@ FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
         SIZES_KEYS | MANY_KEYS,
     ),
     "granite": ("granite", MIXED, TWICE, {}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        MIXED,
+        GRANITE_HYBRID | {"num_local_experts": 9, "num_experts_per_tok": 3},
+        GRANITE_KEYS | MANY_KEYS | SHARED_KEYS,
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid-dense",
+        "Q8_0",
+        GRANITE_HYBRID,
+        GRANITE_KEYS | SHARED_KEYS | {"feed_forward_length": 256},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        MIXED,
+        NEMOTRON
+        | {"n_routed_experts": 9, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256},
+        MAMBA_KEYS | MANY_KEYS | SHARED_KEYS | {"feed_forward_length": [0, 256, 0, 256, 0]},
+    ),
+    "nemotron_h-dense": (
+        "nemotron_h-dense",
+        MIXED,
+        NEMOTRON,
+        MAMBA_KEYS | {"feed_forward_length": [0, 256, 0, 256, 0]},
+    ),
     "gpt_oss": (
         "gpt_oss",
         {"exps": "MXFP4", "": "Q8_0"},

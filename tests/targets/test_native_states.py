@@ -12,7 +12,7 @@ from transformers import AutoConfig, Qwen3_5ForConditionalGeneration, Qwen3VLFor
 
 from blockdraft.decode.proposal import chain, chain_parents
 from blockdraft.drafters.draft_lm import DraftLMDrafter
-from blockdraft.nn.delta_net import CHUNK
+from blockdraft.nn.recurrent_mixer import CHUNK
 from blockdraft.targets import Target, describe_target, load_target
 from blockdraft.targets.native import NativeTarget
 

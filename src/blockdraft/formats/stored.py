@@ -38,6 +38,10 @@ class StoredTensor:
         weight = self.read()
         return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
+    def rows(self, index: Tensor) -> StoredTensor:
+        """Return the tensor of some rows, `[n]` int64."""
+        return StoredTensor((len(index), *self.shape[1:]), self.kind, partial(_read_rows, self, index))
+
 
 def open_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
     """Open the tensors of safetensors files. Reading one keeps memory only as long as the tensor lives."""
@@ -55,6 +59,11 @@ def _read(file: str, name: str) -> Tensor:
     with safe_open(file, "pt") as shard:
         tensor: Tensor = shard.get_tensor(name)
         return tensor
+
+
+def _read_rows(tensor: StoredTensor, index: Tensor) -> Tensor | QuantizedWeight:
+    weight = tensor.read()
+    return weight.channels(index) if isinstance(weight, QuantizedWeight) else weight[index]
 
 
 def stored(tensor: Tensor) -> StoredTensor:

@@ -22,9 +22,9 @@ from blockdraft.nn.decoder_config import (
     DecoderConfig,
 )
 from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm, Read, ReadFused, RunLayer, joining, plain
-from blockdraft.nn.delta_net import GatedDeltaNet
 from blockdraft.nn.mixed_layer import MixedLayer
 from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.recurrent_mixer import RecurrentMixer
 from blockdraft.nn.short_convolution import ShortConvolution
 
 
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         """Bytes of the weights."""
         norms = (module for module in self.modules() if isinstance(module, Norm))
         products = (module for module in self.modules() if isinstance(module, PackedLinear))
-        nets = (module for module in self.modules() if isinstance(module, GatedDeltaNet | ShortConvolution))
+        nets = (module for module in self.modules() if isinstance(module, RecurrentMixer | ShortConvolution))
         others = sum(norm.weight.nbytes for norm in norms) + sum(part.nbytes for net in nets for part in net.buffers())
         others += sum(part.nbytes for layer in self.layers for part in cast(DecoderLayer, layer).others.values())
         return sum(product.nbytes for product in products) + others
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
     @property
     def rounded(self) -> str | None:
         """Quantization of the layers' weights on a GPU, as in `PackedLinear`."""
-        return cast(DecoderLayer, self.layers[0]).qkv.rounded
+        return next(module.rounded for module in self.layers[0].modules() if isinstance(module, PackedLinear))
 
     def forward(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
+from typing import ClassVar
 
 # Tensors of the embeddings that each layer of Gemma 4 adds.
 LAYER_INPUT_TABLE = "model.embed_tokens_per_layer.weight"
@@ -32,8 +34,10 @@ class LayerKind:
     rope: Rope
     window: int | None = None  # sliding window in tokens; None is full attention
     routed: bool = False  # the decoder's `experts` are its MLP
-    recurrent: bool = False  # the decoder's `delta_net` replaces attention; rope and window are unused
+    recurrent: bool = False  # the decoder's `recurrent_net` replaces attention; rope and window are unused
     convolved: bool = False  # a short convolution replaces attention; rope and window are unused
+    has_mixer: bool = True  # else the layer is an MLP alone
+    has_mlp: bool = True  # else it is attention, or what replaces it, alone
     # Values of one layer that differ from the decoder's.
     head_dim: int | None = None
     num_kv_heads: int | None = None
@@ -44,7 +48,7 @@ class LayerKind:
 
     @property
     def attends(self) -> bool:
-        return not (self.recurrent or self.convolved)
+        return self.has_mixer and not (self.recurrent or self.convolved)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class Experts:
     chosen: int
     intermediate_size: int
     normed: bool  # shares of the chosen ones sum to one
-    shared_size: int = 0  # inner size of a further expert, which all tokens use behind a gate; 0 is none
+    shared_size: int = 0  # inner size of a further expert, which all tokens use; 0 is none
+    gates_shared: bool = True  # the shared expert has a gate
     # Shares are sigmoids of scores, and a bias of each expert counts in the choice; else they are softmaxes.
     sigmoid: bool = False
     scale: float = 1.0  # factor on the shares
@@ -77,11 +82,11 @@ class ClampedSwiGLU:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """Gated delta nets (arXiv 2412.06464).
+class RecurrentNet:
+    """What replaces attention in recurrent layers.
 
     A layer has a short convolution along the sequence, and for each value head a state `[key_dim, value_dim]` that
-    decays and is corrected with each token.
+    decays with each token, which adds the product of a key and a value to it. The state is read by a query.
     """
 
     key_heads: int
@@ -89,8 +94,6 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     kernel: int  # tokens that the convolution reads, the token itself included
-    tiled: bool = False  # value heads that share a key head are `key_heads` apart, instead of side by side
-    joint_gates: bool = False  # one matrix holds both gates
 
     @property
     def values(self) -> int:
@@ -101,6 +104,15 @@ class DeltaNet:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.values
+
+
+@dataclass(frozen=True)
+class DeltaNet(RecurrentNet):
+    """Gated delta nets (arXiv 2412.06464), which correct what the state holds for the key of a token."""
+
+    place = "linear_attn"  # in names of tensors
+    tiled: bool = False  # value heads that share a key head are `key_heads` apart, instead of side by side
+    joint_gates: bool = False  # one matrix holds both gates
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -119,6 +131,28 @@ class DeltaNet:
         heads = (self.value_heads,)
         shapes = {"conv1d.weight": (self.channels, 1, self.kernel), "A_log": heads, "dt_bias": heads}
         return {**shapes, "norm.weight": (self.value_dim,)}
+
+
+@dataclass(frozen=True)
+class Mamba2(RecurrentNet):
+    """Mamba-2 (arXiv 2405.21060), whose groups of B and C are key heads, and whose step sizes are shares."""
+
+    place = "mamba"
+    tiled = False
+    joint_gates = False
+    gates: ClassVar[Mapping[str, int]] = {}  # step sizes are projected with the other inputs
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Number of outputs of the projection: gate of the output, values, keys and queries, step sizes."""
+        return {"in_proj": self.values + self.channels + self.value_heads}
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the other tensors."""
+        heads, channels = (self.value_heads,), (self.channels,)
+        shapes = {"conv1d.weight": (*channels, 1, self.kernel), "A_log": heads, "dt_bias": heads}
+        return {**shapes, "norm.weight": (self.values,), "conv1d.bias": channels, "D": heads}
 
 
 @dataclass(frozen=True)
@@ -152,7 +186,8 @@ class DecoderConfig:
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # MLP of `routed` layers
     clamped: ClampedSwiGLU | None = None  # replaces `activation`
-    delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
+    gated_mlp: bool = True  # else MLPs and experts have no gate projection
+    recurrent_net: DeltaNet | Mamba2 | None = None  # replaces attention in `recurrent` layers
     mixed: bool = False  # layers are those of `nn.mixed_layer`
     layer_input_size: int = 0  # size of each layer's own embedding of a token, in `mixed` decoders; 0 is none
     layer_input_vocab: int = 0  # tokens in the table of these embeddings
@@ -174,19 +209,20 @@ class DecoderConfig:
     @property
     def unusual(self) -> str | None:
         """Name of a part that CUDA graphs, JAX and writers of other formats do not know, or None."""
-        return self.decode_only or ("recurrent layers" if self.delta_net is not None else None)
+        return self.decode_only or ("recurrent layers" if self.recurrent_net is not None else None)
 
     def is_gate(self, name: str) -> bool:
         """Return whether a matrix holds gates of a delta net, which are few and lose much by quantization."""
-        return self.delta_net is not None and name.removesuffix(".weight").endswith(tuple(self.delta_net.gates))
+        net = self.recurrent_net
+        return net is not None and name.removesuffix(".weight").endswith(tuple(net.gates))
 
     def head_dim_of(self, layer: int) -> int:
         return self.layers[layer].head_dim or self.head_dim
 
     @property
     def head_divisor(self) -> int:
-        """The greatest common divisor of the sizes of heads, those of delta nets included."""
-        net = self.delta_net
+        """The greatest common divisor of the sizes of heads, those of recurrent layers included."""
+        net = self.recurrent_net
         others = () if net is None else (net.key_dim, net.value_dim)
         return gcd(*map(self.head_dim_of, range(len(self.layers))), *others)
 
@@ -209,7 +245,7 @@ class DecoderConfig:
 
     @cached_property
     def recurrent_layers(self) -> int:
-        """Number of layers with a delta net."""
+        """Number of layers with a recurrent state."""
         return sum(kind.recurrent for kind in self.layers)
 
     @cached_property
@@ -258,35 +294,20 @@ class DecoderConfig:
             inputs = {"q_proj": queries}
         elif kind.values_are_keys:
             inputs = {"q_proj": queries, "k_proj": keys}
-        delta_net = self.delta_net_of(layer)
-        if delta_net is not None:
-            place, output, inputs = "linear_attn", "out_proj", delta_net.inputs
+        net = self.recurrent_net_of(layer)
+        if net is not None:
+            place, output, inputs = net.place, "out_proj", net.inputs
         if self.layers[layer].convolved:  # two gates, of the convolution's input and output, and its input
             place, output, inputs = "conv", "out_proj", {"in_proj": 3 * self.hidden_size}
-        fused = {
-            "qkv": tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in inputs.items()),
-            "output": ((f"{prefix}{place}.{output}", self.hidden_size),),
-        }
-        if delta_net is not None:  # files hold them with more bits than the others
-            gates = delta_net.gates.items()
+        fused: dict[str, tuple[tuple[str, int], ...]] = {}
+        if kind.has_mixer:
+            fused["qkv"] = tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in inputs.items())
+            fused["output"] = ((f"{prefix}{place}.{output}", self.hidden_size),)
+        if net is not None and net.gates:  # files hold them with more bits than the others
+            gates = net.gates.items()
             fused["delta_gates"] = tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in gates)
-        experts = self.experts_of(layer)
-        beside = experts is not None and experts.beside
-        if experts is not None:
-            fused["router"] = ((f"{prefix}{'router.proj' if beside else 'mlp.gate'}", experts.count),)
-        inner, place = self.inner_size(layer), prefix if beside else f"{prefix}mlp."
-        mlps = [f"{place}experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
-        one_name = self.fused_names if experts is None else experts.fused
-        parts = {"gate_up_proj": 2 * inner} if one_name else {"gate_proj": inner, "up_proj": inner}
-        fused["gate_up"] = tuple((f"{mlp}.{name}", size) for mlp in mlps for name, size in parts.items())
-        fused["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)
-        if experts is not None and experts.shared_size:
-            shared = f"{prefix}mlp" if beside else f"{prefix}mlp.shared_expert"
-            names = [f"{shared}.{name}" for name in ("gate_proj", "up_proj")]
-            fused["shared_gate_up"] = tuple((name, experts.shared_size) for name in names)
-            fused["shared_down"] = ((f"{shared}.down_proj", self.hidden_size),)
-            if not beside:
-                fused["shared_gate"] = ((f"{shared}_gate", 1),)
+        if kind.has_mlp:
+            fused |= self._mlp_projections(layer)
         if self.layer_input_size:
             fused["input_gate"] = ((f"{prefix}per_layer_input_gate", self.layer_input_size),)
             fused["input_projection"] = ((f"{prefix}per_layer_projection", self.hidden_size),)
@@ -295,11 +316,32 @@ class DecoderConfig:
             for projection, parts in fused.items()
         }
 
+    def _mlp_projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+        prefix, fused = f"model.layers.{layer}.", dict[str, tuple[tuple[str, int], ...]]()
+        experts = self.experts_of(layer)
+        beside = experts is not None and experts.beside
+        if experts is not None:
+            fused["router"] = ((f"{prefix}{'router.proj' if beside else 'mlp.gate'}", experts.count),)
+        inner, place = self.inner_size(layer), prefix if beside else f"{prefix}mlp."
+        mlps = [f"{place}experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
+        one_name = self.fused_names if experts is None else experts.fused
+        names = ("gate_proj", "up_proj") if self.gated_mlp else ("up_proj",)
+        parts = {"gate_up_proj": 2 * inner} if one_name else dict.fromkeys(names, inner)
+        fused["gate_up"] = tuple((f"{mlp}.{name}", size) for mlp in mlps for name, size in parts.items())
+        fused["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)
+        if experts is not None and experts.shared_size:
+            shared = f"{prefix}mlp" if beside else f"{prefix}mlp.shared_expert"
+            fused["shared_gate_up"] = tuple((f"{shared}.{name}", experts.shared_size) for name in names)
+            fused["shared_down"] = ((f"{shared}.down_proj", self.hidden_size),)
+            if experts.gates_shared and not beside:
+                fused["shared_gate"] = ((f"{shared}_gate", 1),)
+        return fused
+
     def experts_of(self, layer: int) -> Experts | None:
         return self.experts if self.layers[layer].routed else None
 
-    def delta_net_of(self, layer: int) -> DeltaNet | None:
-        return self.delta_net if self.layers[layer].recurrent else None
+    def recurrent_net_of(self, layer: int) -> DeltaNet | Mamba2 | None:
+        return self.recurrent_net if self.layers[layer].recurrent else None
 
     def inner_size(self, layer: int) -> int:
         """Return the inner size of a layer's MLP, or of each of its experts."""
@@ -326,7 +368,7 @@ class DecoderConfig:
 
     def sinks_of(self, layer: int) -> str | None:
         """Return the name of a layer's attention sinks, or None if it has none."""
-        return f"model.layers.{layer}.self_attn.sinks" if self.sinks and not self.layers[layer].recurrent else None
+        return f"model.layers.{layer}.self_attn.sinks" if self.sinks and self.layers[layer].attends else None
 
     def norms(self, layer: int) -> dict[str, str]:
         """Return the names of a layer's norms by role.
@@ -335,14 +377,17 @@ class DecoderConfig:
         """
         prefix = f"model.layers.{layer}."
         names = {}
-        if self.pre_norms:
+        kind = self.layers[layer]
+        if not (kind.has_mixer and kind.has_mlp):
+            names = {"before_attention" if kind.has_mixer else "before_mlp": "input_layernorm"}
+        elif self.pre_norms:
             before_mlp = "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
             names = {"before_attention": "input_layernorm", "before_mlp": before_mlp}
         if self.post_norms:
             names |= {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
-        if self.qk_norm and self.layers[layer].attends:
+        if self.qk_norm and kind.attends:
             names |= {"query": "self_attn.q_norm"}
-            names |= {"key": "self_attn.k_norm"} if self.layers[layer].keys_of is None else {}
+            names |= {"key": "self_attn.k_norm"} if kind.keys_of is None else {}
         experts = self.experts_of(layer)
         if experts is not None and experts.beside:
             names |= {
@@ -357,12 +402,12 @@ class DecoderConfig:
     def other_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of a layer's tensors that are neither norms nor parts of projections.
 
-        Those of a delta net come in the order of `DeltaNet.tensors`.
+        Those of a recurrent net come first, in the order of its `tensors`.
         """
-        delta_net, experts, prefix = self.delta_net_of(layer), self.experts_of(layer), f"model.layers.{layer}."
+        net, experts, prefix = self.recurrent_net_of(layer), self.experts_of(layer), f"model.layers.{layer}."
         shapes: dict[str, tuple[int, ...]] = {}
-        if delta_net is not None:
-            shapes |= {f"{prefix}linear_attn.{name}": shape for name, shape in delta_net.tensors.items()}
+        if net is not None:
+            shapes |= {f"{prefix}{net.place}.{name}": shape for name, shape in net.tensors.items()}
         if self.layers[layer].convolved:
             shapes[f"{prefix}conv.conv.weight"] = (self.hidden_size, 1, self.conv_kernel)
         if (sinks := self.sinks_of(layer)) is not None:
@@ -388,9 +433,8 @@ class DecoderConfig:
             shapes[LAYER_INPUT_PROJECTION] = (width, self.hidden_size)
             shapes[LAYER_INPUT_NORM] = (self.layer_input_size,)
         for layer in range(len(self.layers)):
-            delta_net = self.delta_net_of(layer)
-            head_dim = self.head_dim_of(layer)
-            attended = self.num_heads * head_dim if delta_net is None else delta_net.values
+            net, head_dim = self.recurrent_net_of(layer), self.head_dim_of(layer)
+            attended = self.num_heads * head_dim if net is None else net.values
             if self.layers[layer].convolved:
                 attended = self.hidden_size
             for projection, parts in self.projections(layer).items():

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attend_grouped
 from blockdraft.nn.cache import write_nodes
-from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, Experts
-from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
+from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, Experts, Mamba2
 from blockdraft.nn.packed import DeviceWeight, PackedLinear, PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight, concatenate_weights
+from blockdraft.nn.recurrent_mixer import DeltaRecurrence, GatedDeltaNet, Mamba2Mixer
 from blockdraft.nn.short_convolution import ConvolutionMemory, ShortConvolution
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -34,8 +35,8 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limits: ClampedSwiGLU) -> Tensor:
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
 # Reads the weights of one product by their names, concatenated along the output dimension.
 ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | DeviceWeight | PackedWeight]
-# Memory of a layer: keys and values, the recurrence of a delta net, or the inputs of a short convolution.
-Memory: TypeAlias = Tensor | DeltaRecurrence | ConvolutionMemory
+# Memory of a layer: keys and values, its recurrence, the inputs of its short convolution, or None for an MLP alone.
+Memory: TypeAlias = Tensor | DeltaRecurrence | ConvolutionMemory | None
 # Calls a layer with the arguments of `DecoderLayer.forward`.
 RunLayer: TypeAlias = Callable[..., Tensor]
 MIN_SHARES = 1e-6  # added to sums of sigmoid shares to avoid division by zero
@@ -134,8 +135,7 @@ class DecoderLayer(nn.Module):
                 bias = torch.cat([plain(read(f"{name}.bias")) for name, _ in parts])
             setattr(self, projection, PackedLinear(fused([f"{name}.weight" for name, _ in parts]), bias))
         self.given = given = {role: plain(read(name)) for role, name in config.norms(number).items()}
-        self.post_norms = config.post_norms
-        for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
+        for role in ("before_attention", "before_mlp", "after_attention", "after_mlp"):
             setattr(self, role, Norm(config, [given[role]]) if role in given else nn.Identity())
         if "query" in given and config.joint_qk_norm:
             self.query_norm, self.key_norm = (Norm(config, [given[role]]) for role in ("query", "key"))
@@ -145,11 +145,15 @@ class DecoderLayer(nn.Module):
         self.others = others = {name: plain(read(name)) for name in config.other_tensors(number)}
         sinks = config.sinks_of(number)
         self.sinks = None if sinks is None else others[sinks]
-        self.delta_net: GatedDeltaNet | None = None
-        recurrent = config.delta_net_of(number)
-        if recurrent is not None:
-            tensors = dict(zip(recurrent.tensors, others.values(), strict=False))
-            self.delta_net = GatedDeltaNet(recurrent, tensors, config.norm_eps)
+        self.recurrent_mixer: GatedDeltaNet | Mamba2Mixer | None = None
+        net = config.recurrent_net_of(number)
+        if net is not None:
+            tensors = dict(zip(net.tensors, others.values(), strict=False))
+            eps = config.norm_eps
+            self.recurrent_mixer = (
+                Mamba2Mixer(net, tensors, eps) if isinstance(net, Mamba2) else GatedDeltaNet(net, tensors, eps)
+            )
+        self.has_mixer, self.has_mlp, self.has_gates = own.has_mixer, own.has_mlp, net is not None and bool(net.gates)
         place = f"model.layers.{number}."
         self.convolution = ShortConvolution(others[f"{place}conv.conv.weight"]) if own.convolved else None
         has_bias = self.experts is not None and self.experts.sigmoid
@@ -170,31 +174,49 @@ class DecoderLayer(nn.Module):
             angles: Cosines and signed sines of the layer's positions, as of `rope_angles`.
             slots, mask, memory: As in `Decoder.forward`.
         """
-        before = self.before_attention(x)
-        if isinstance(memory, Tensor):
-            added: Tensor = self.attention(before, *angles, slots, mask, memory)
-        else:
-            mixer = self.convolution if isinstance(memory, ConvolutionMemory) else self.delta_net
-            assert mixer is not None
-            projected = self.qkv(before)
-            if mixer is self.delta_net:
-                projected = torch.cat([projected, self.delta_gates(before)], dim=-1)
-            added = self.output(mixer(projected, memory))
         scale = self.config.residual_scale
-        x = torch.add(x, self.after_attention(added) if self.post_norms else added, alpha=scale)
-        added = self.feed_forward(x)
-        return torch.add(x, self.after_mlp(added) if self.post_norms else added, alpha=scale)
+        if self.has_mixer:
+            mixed = self.mix(self.before_attention(x), angles, slots, mask, memory)
+            x = torch.add(x, self.after_attention(mixed), alpha=scale)
+        if self.has_mlp:
+            x = torch.add(x, self.after_mlp(self.feed_forward(x)), alpha=scale)
+        return x
+
+    def mix(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        slots: Tensor,
+        mask: Tensor | ExactAttention | None,
+        memory: Memory,
+    ) -> Tensor:
+        """Return the output of attention, or of what replaces it, for a normed input. Arguments as of `forward`."""
+        if isinstance(memory, Tensor):
+            return self.attention(x, *angles, slots, mask, memory)
+        mixer = self.convolution if isinstance(memory, ConvolutionMemory) else self.recurrent_mixer
+        assert mixer is not None
+        projected = self.qkv(x)
+        if self.has_gates:
+            projected = torch.cat([projected, self.delta_gates(x)], dim=-1)
+        out: Tensor = self.output(mixer(projected, memory))
+        return out
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Return what the MLP or the experts add to the stream x `[R, H]`, before the norm after them."""
         x = self.before_mlp(x)
         if self.experts is not None:
             return self.routed_mlp(x, self.router(x), self.experts)
-        out: Tensor = self.down(self.gated(self.gate_up(x)))
+        out: Tensor = self.down(self.inner(self.gate_up(x)))
         return out
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """Return the inner values `[..., I]` of an MLP for the output `[..., 2 * I]` of its first projections."""
+    def inner(self, gate_up: Tensor) -> Tensor:
+        """Return the inner values `[..., I]` of an MLP for the output of its first projections.
+
+        Args:
+            gate_up: `[..., 2 * I]`, or `[..., I]` without gates.
+        """
+        if not self.config.gated_mlp:
+            return self.activation(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         limits = self.config.clamped
         return self.activation(gate) * up if limits is None else clamped_swiglu(gate, up, limits)
@@ -278,11 +300,12 @@ class DecoderLayer(nn.Module):
             whole = takes_all or len(own) == len(x)
             nodes = slice(None) if whole else torch.tensor(own, device=x.device)
             share = shares[nodes, expert, None]
-            inner = self.gated(self._expert("gate_up", expert)(x[nodes]))
+            inner = self.inner(self._expert("gate_up", expert)(x[nodes]))
             mlp = self._expert("down", expert)(inner) * share
             out[nodes] += mlp.masked_fill(share == 0, 0.0) if takes_all else mlp  # of other nodes it may be infinite
         if experts.shared_size and not experts.beside:
-            out += self.shared_down(self.gated(self.shared_gate_up(x))) * self.shared_gate(x).sigmoid()
+            shared = self.shared_down(self.inner(self.shared_gate_up(x)))
+            out += shared * self.shared_gate(x).sigmoid() if experts.gates_shared else shared
         return out
 
     def _expert(self, projection: str, expert: int) -> PackedLinear:

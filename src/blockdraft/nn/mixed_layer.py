@@ -44,7 +44,7 @@ class MixedLayer(DecoderLayer):
     def feed_forward(self, x: Tensor) -> Tensor:
         if self.experts is None:
             return super().feed_forward(x)
-        own = self.shared_down(self.gated(self.shared_gate_up(self.before_mlp(x))))
+        own = self.shared_down(self.inner(self.shared_gate_up(self.before_mlp(x))))
         routed = self.routed_mlp(self.before_experts(x), self.router(self.before_router(x)), self.experts)
         added: Tensor = self.after_shared(own) + self.after_experts(routed)
         return added

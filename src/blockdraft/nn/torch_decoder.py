@@ -17,8 +17,8 @@ from blockdraft.nn.cache import KVCache, RecurrentCache, RecurrentState, join_st
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, Memory
-from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, TreeRecurrence
 from blockdraft.nn.executor import Executor, TargetOutput, store_shapes
+from blockdraft.nn.recurrent_mixer import CHUNK, Ancestry, DeltaRecurrence, TreeRecurrence
 from blockdraft.nn.short_convolution import ConvolutionMemory, ConvolutionWindow
 
 FEW_NODES = 64  # nodes for which operations of torch between compiled products run in one thread
@@ -45,7 +45,7 @@ class TorchDecoder(Executor):
         return ["compiled products"] if self.decoder.embedding.kernels is not None else []
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        kind = KVCache if self.decoder.config.delta_net is None else RecurrentCache
+        kind = KVCache if self.decoder.config.recurrent_net is None else RecurrentCache
         return kind(batch, capacity, self.shapes, self.decoder.device)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
@@ -109,18 +109,18 @@ class TorchDecoder(Executor):
             own_inputs = zip(convolved, inputs[:, 0].unbind(0), strict=True)
             memories |= {layer: ConvolutionMemory(own, window) for layer, own in own_inputs}
         owners = (layer if kind.keys_of is None else kind.keys_of for layer, kind in enumerate(config.layers))
-        return [memories[owner] for owner in owners]
+        return [memories.get(owner) for owner in owners]
 
     def recurrences(self, parents: Tensor, cache: KVCache) -> dict[int, DeltaRecurrence]:
         """Return the recurrences of a forward pass by layer. The cache computes the states after a path with them."""
         if not isinstance(cache, RecurrentCache):
             return {}
-        layers = [layer for layer in cast("list[DecoderLayer]", list(self.decoder.layers)) if layer.delta_net]
+        layers = [layer for layer in cast("list[DecoderLayer]", list(self.decoder.layers)) if layer.recurrent_mixer]
         states = []
         for number, layer in enumerate(layers):
             known = cache.states(number)
             alone = known[0] if len(known) == 1 else join_states(known)
-            states.append(layer.delta_net.empty(len(known)) if alone is None else alone)  # type: ignore[union-attr]
+            states.append(layer.recurrent_mixer.empty(len(known)) if alone is None else alone)  # type: ignore[union-attr]
         own = self.recurrences_of(states, parents)
         cache.leave(lambda row, nodes: [recurrence.after(row, nodes) for recurrence in own])
         return {layer.number: recurrence for layer, recurrence in zip(layers, own, strict=True)}
@@ -131,8 +131,8 @@ class TorchDecoder(Executor):
         return [TreeRecurrence(state, ancestry) for state in states]
 
     def _ancestry(self, parents: Tensor) -> Ancestry:
-        assert self.decoder.config.delta_net is not None
-        (batch, count), kernel = parents.shape, self.decoder.config.delta_net.kernel
+        assert self.decoder.config.recurrent_net is not None
+        (batch, count), kernel = parents.shape, self.decoder.config.recurrent_net.kernel
         shown = parents[:1, :CHUNK] if is_chain(parents) else parents
         before = torch.arange(-1, kernel - 2).expand(batch, -1)
         previous = torch.cat([before, parents + kernel - 1], dim=1)
@@ -196,7 +196,7 @@ def layer_widths(config: DecoderConfig) -> int:
 
 def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a sequence's recurrent states."""
-    net = config.delta_net
+    net = config.recurrent_net
     if net is None:
         return 0
     inputs, wide = (net.kernel - 1) * net.channels, torch.promote_types(dtype, torch.float32).itemsize
@@ -206,7 +206,7 @@ def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
 
 def recurrent_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, nodes: int) -> int:
     """Return the bytes that recurrent layers take for a forward pass, and leave for `commit`."""
-    net = config.delta_net
+    net = config.recurrent_net
     if net is None:
         return 0
     wide, scored = torch.promote_types(dtype, torch.float32).itemsize, batch * nodes

@@ -16,7 +16,7 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, PieceRow, attention_bytes, visible_slots
 from blockdraft.nn.cache import KVCache, RecurrentState
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.delta_net import DeltaRecurrence, ExactRecurrence
+from blockdraft.nn.recurrent_mixer import DeltaRecurrence, ExactRecurrence
 from blockdraft.nn.torch_decoder import TorchDecoder, layer_widths, recurrent_bytes
 from blockdraft.targets.base import Target, TargetOutput
 

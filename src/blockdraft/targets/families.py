@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch.nn.functional as F
 
 from blockdraft.formats.stored import StoredTensor
-from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, DeltaNet, Experts, LayerKind, Rope
+from blockdraft.nn.decoder_config import ClampedSwiGLU, DecoderConfig, DeltaNet, Experts, LayerKind, Mamba2, Rope
 from blockdraft.nn.decoder_layer import ACTIVATIONS
 from blockdraft.nn.rotary import default_frequencies, rotary_frequencies
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.gpt_oss import gpt_oss_tensors
+from blockdraft.targets.mamba2_tensors import granite_hybrid_tensors, nemotron_h_tensors
 from blockdraft.targets.model_config import AnyConfig
 from blockdraft.targets.qwen3_next import qwen3_next_tensors
 
@@ -149,7 +151,7 @@ def partly_rotated_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     layers = mixed_layers(config) if config.use_sliding_window else equal_layers(config)
     if len(config.no_rope_layers) < len(layers):
         raise NotCovered("no_rope_layers has no value for each layer")
-    still = Rope((0.0,) * len(layers[0].rope.inverse_frequencies))
+    still = unrotated(len(layers[0].rope.inverse_frequencies))
     pairs = zip(layers, config.no_rope_layers, strict=False)
     return tuple(kind if rotates else replace(kind, rope=still) for kind, rotates in pairs)
 
@@ -223,6 +225,30 @@ def mixed_shape_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     return tuple(layers)
 
 
+def granite_hybrid_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of Granite 4: attention, which may not depend on positions, or Mamba-2."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = rope(config) if config.position_embedding_type == "rope" else unrotated(head_dim // 2)
+    layers = _by_type(
+        config,
+        full_attention=lambda: LayerKind(own),
+        linear_attention=lambda: LayerKind(own, recurrent=True),
+    )
+    return tuple(replace(kind, routed=config.num_local_experts > 0) for kind in layers)
+
+
+def nemotron_h_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of Nemotron-H: attention, which does not depend on positions, Mamba-2, an MLP, or experts."""
+    own = unrotated(config.head_dim // 2)
+    return _by_type(
+        config,
+        full_attention=lambda: LayerKind(own, has_mlp=False),
+        linear_attention=lambda: LayerKind(own, recurrent=True, has_mlp=False),
+        mlp=lambda: LayerKind(own, has_mixer=False),
+        moe=lambda: LayerKind(own, has_mixer=False, routed=True),
+    )
+
+
 def routed_recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     """Return the layers of Qwen3.5's mixtures of experts, all of which have routed experts for an MLP."""
     return tuple(replace(kind, routed=True) for kind in recurrent_layers(config))
@@ -235,6 +261,11 @@ def _by_type(config: AnyConfig, **kinds: Callable[[], LayerKind]) -> tuple[Layer
         raise NotCovered(f"it has layers of the kinds {', '.join(sorted(unknown))}")
     made = {name: kinds[name]() for name in set(config.layer_types)}
     return tuple(made[name] for name in config.layer_types)
+
+
+def unrotated(pairs: int) -> Rope:
+    """Return rotary embeddings that rotate nothing."""
+    return Rope((0.0,) * pairs)
 
 
 def rope(config: AnyConfig, layer_type: str | None = None) -> Rope:
@@ -266,7 +297,7 @@ def _biases(config: AnyConfig) -> dict[str, Any]:
 
 
 def _llama(config: AnyConfig) -> dict[str, Any]:
-    return _biases(config) | {"mlp_bias": bool(config.mlp_bias)}
+    return _biases(config) | {"mlp_bias": bool(getattr(config, "mlp_bias", False))}
 
 
 def _granite(config: AnyConfig) -> dict[str, Any]:
@@ -394,7 +425,7 @@ def _qwen3_5(config: AnyConfig) -> dict[str, Any]:
         value_dim=config.linear_value_head_dim,
         kernel=config.linear_conv_kernel_dim,
     )
-    return _qwen3(config) | {"norm_plus_one": True, "gated": True, "delta_net": net}
+    return _qwen3(config) | {"norm_plus_one": True, "gated": True, "recurrent_net": net}
 
 
 LFM2_NAMES = (
@@ -448,6 +479,73 @@ def _qwen3_next(config: AnyConfig) -> dict[str, Any]:
     return _qwen3_5_moe(config)
 
 
+def _granite_hybrid(config: AnyConfig) -> dict[str, Any]:
+    """Add Mamba-2 layers, and experts beside an MLP that all tokens use."""
+    if config.mamba_proj_bias or not config.mamba_conv_bias or config.hidden_act != "silu":
+        raise NotCovered("its Mamba-2 layers have biases of projections, none of convolutions, or another activation")
+    if tuple(config.time_step_limit or (0.0, inf)) != (0.0, inf):
+        raise NotCovered(f"its time_step_limit is {config.time_step_limit}")
+    differences = _granite(config) | {
+        "intermediate_size": config.shared_intermediate_size,
+        "recurrent_net": Mamba2(
+            key_heads=config.mamba_n_groups,
+            value_heads=config.mamba_n_heads,
+            key_dim=config.mamba_d_state,
+            value_dim=config.mamba_d_head,
+            kernel=config.mamba_d_conv,
+        ),
+    }
+    if not config.num_local_experts:
+        return differences
+    experts = Experts(
+        count=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        normed=True,
+        shared_size=config.shared_intermediate_size,
+        gates_shared=False,
+    )
+    return differences | {"experts": experts}
+
+
+def _nemotron_h(config: AnyConfig) -> dict[str, Any]:
+    """Add Mamba-2 layers, MLPs without gates, and experts that are chosen by sigmoids.
+
+    Step sizes of Mamba-2 have no lower limit, as in the published models. Transformers has one in prompts alone.
+    """
+    if config.use_bias or config.mlp_bias or not config.use_conv_bias or config.mamba_hidden_act != "silu":
+        raise NotCovered("its Mamba-2 layers or MLPs have biases of projections, or its convolutions have none")
+    if config.mlp_hidden_act != "relu2":
+        raise NotCovered(f"its MLPs have the activation {config.mlp_hidden_act} without a gate")
+    differences: dict[str, Any] = {
+        "activation": "relu2",
+        "gated_mlp": False,
+        "norm_eps": config.layer_norm_epsilon,
+        "recurrent_net": Mamba2(
+            key_heads=config.n_groups,
+            value_heads=config.mamba_num_heads,
+            key_dim=config.ssm_state_size,
+            value_dim=config.mamba_head_dim,
+            kernel=config.conv_kernel,
+        ),
+    }
+    if "moe" not in config.layer_types:
+        return differences
+    if config.moe_latent_size is not None or config.n_group != 1:
+        raise NotCovered("its experts read a latent projection, or are chosen by group")
+    experts = Experts(
+        count=config.n_routed_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normed=bool(config.norm_topk_prob),
+        shared_size=config.moe_shared_expert_intermediate_size,
+        gates_shared=False,
+        sigmoid=True,
+        scale=float(config.routed_scaling_factor),
+    )
+    return differences | {"experts": experts}
+
+
 def _olmo2(config: AnyConfig) -> dict[str, Any]:
     """Norm outputs of attention and MLP in the place of their inputs, and queries and keys of all heads at once."""
     return _biases(config) | {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
@@ -460,11 +558,13 @@ FAMILIES = {
     "gemma4_text": Family(mixed_shape_layers, _gemma4, rotates_all=False, has_other_parts=True),
     "gpt_oss": Family(sparse_layers, _gpt_oss, tensors=gpt_oss_tensors),
     "granite": Family(equal_layers, _granite),
+    "granitemoehybrid": Family(granite_hybrid_layers, _granite_hybrid, tensors=granite_hybrid_tensors),
     "lfm2": Family(convolved_layers, _lfm2),
     "lfm2_moe": Family(convolved_layers, _lfm2_moe),
     "llama": Family(equal_layers, _llama),
     "ministral3": Family(windowed_layers, _mistral),
     "mistral": Family(windowed_layers, _mistral),
+    "nemotron_h": Family(nemotron_h_layers, _nemotron_h, tensors=nemotron_h_tensors),
     "olmo2": Family(equal_layers, _olmo2),
     "olmo3": Family(mixed_layers, _olmo2),
     "phi3": Family(windowed_layers, _phi3, rotates_all=False),

@@ -174,7 +174,7 @@ class NativeTarget(CheckpointTarget):
         self.executor: Executor = TorchDecoder(decoder)
         self.compile_reason: str | None = None
         self.round_drafters = True
-        self.can_truncate = decoder.config.delta_net is None  # a recurrent state cannot be truncated
+        self.can_truncate = decoder.config.recurrent_net is None  # a recurrent state cannot be truncated
         self.kernels = decoder.embedding.kernels
 
     @property

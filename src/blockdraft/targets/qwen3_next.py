@@ -6,13 +6,10 @@ Checkpoints hold all projections of a gated delta net in two matrices, the outpu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from blockdraft.formats.stored import StoredTensor
-from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.model_config import AnyConfig
 
 NET = ".linear_attn."
@@ -38,11 +35,5 @@ def qwen3_next_tensors(tensors: Mapping[str, StoredTensor], config: AnyConfig) -
         parts = torch.arange(tensor.shape[0]).view(heads, -1).split(sizes, dim=1)
         for ours, numbers in names.items():
             rows = torch.cat([parts[number].flatten() for number in numbers])
-            shape = (len(rows), *tensor.shape[1:])
-            own[f"{layer}{NET}{ours}.weight"] = StoredTensor(shape, tensor.kind, partial(_read, tensor, rows))
+            own[f"{layer}{NET}{ours}.weight"] = tensor.rows(rows)
     return own
-
-
-def _read(tensor: StoredTensor, rows: Tensor) -> Tensor | QuantizedWeight:
-    weight = tensor.read()
-    return weight.channels(rows) if isinstance(weight, QuantizedWeight) else weight[rows]

@@ -1,4 +1,4 @@
-"""Compiled gated delta nets: bits that do not depend on other nodes, and states after any commit."""
+"""Compiled gated delta nets and Mamba-2: bits that do not depend on other nodes, and states after any commit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,10 +40,17 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
 }
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32}
+MAMBA2 |= {"num_local_experts": 0, "shared_intermediate_size": 96, "residual_multiplier": 0.5}
+NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 3, "ssm_state_size": 16, "conv_kernel": 2}
+NEMOTRON |= {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 24}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"]}
 MODELS = {
     "dense": ("qwen3_5_text", {}),
     "narrow": ("qwen3_5_text", NARROW),
     "experts": ("qwen3_5_moe_text", EXPERTS),
+    "mamba2": ("granitemoehybrid", MAMBA2),
+    "mamba2 experts": ("nemotron_h", NEMOTRON),
     "last layer": ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}),
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -75,7 +82,7 @@ def load(folders: dict[str, Path], name: str = "dense", **options: Any) -> Any:
     return target
 
 
-@pytest.fixture(params=["dense, float32", "dense, int4", "narrow, float32"])
+@pytest.fixture(params=["dense, float32", "dense, int4", "narrow, float32", "mamba2, int4", "mamba2 experts, float32"])
 def target(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
     name, _, way = request.param.partition(", ")
     return load(folders, name, **WAYS[way])
@@ -113,7 +120,7 @@ def same(ours: TargetOutput, theirs: TargetOutput) -> bool:
 def test_a_block_and_a_prompt_have_the_bits_of_their_tokens_one_by_one(
     folders: dict[str, Path], name: str, way: str
 ) -> None:
-    if name == "experts" and "quantize" in WAYS[way]:
+    if name.endswith("experts") and "quantize" in WAYS[way]:
         pytest.skip("experts are not quantized at load")
     target, tokens, block = load(folders, name, **WAYS[way]), text(30), text(9, 1)
     together = score(target, read(target, tokens), block)

@@ -37,9 +37,13 @@ STRUCT(Convolution)
    values_are_keys: values are keys before their norm. input_gate and input_projection add the layer's embedding of the
    token, normed by after_input.
 
-   delta_filter: null, or [delta_kernel, channels] of a gated delta net in the place of attention (deltanet.h). Then qkv gives
-   its channels and the gate of its output, and delta_gates shares and decays. fading, fading_bias: [value_heads], factors
-   on decays and what is added to them before. delta_norm: [value_dim]. */
+   delta_filter: null, or [delta_kernel, channels] of a recurrent net in the place of attention (deltanet.h). Of a gated delta
+   net qkv gives channels and the gate of the output, and delta_gates shares and decays. Of Mamba-2 qkv gives gate, channels
+   and step sizes. fading, fading_bias: [value_heads], factors on decays and what is added to them before. delta_norm:
+   [value_dim], or [values] in Mamba-2, where delta_bias, [channels], is the filter's bias, and skip, [value_heads], are
+   factors on values that are added to outputs.
+
+   A layer may lack qkv and output, or gate_up and down. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -57,7 +61,8 @@ STRUCT(Convolution)
     FIELD(S, i64, head_dim) FIELD(S, i64, kv_heads) FIELD(S, i64, inner) FIELD(S, i64, place)             \
     FIELD(S, i64, second) FIELD(S, i64, shared) FIELD(S, i64, values_are_keys) FIELD(S, float, scale)     \
     FIELD(S, Linear, delta_gates) FIELD(S, const float *, delta_filter) FIELD(S, const float *, fading)   \
-    FIELD(S, const float *, fading_bias) FIELD(S, const float *, delta_norm)
+    FIELD(S, const float *, fading_bias) FIELD(S, const float *, delta_norm)                              \
+    FIELD(S, const float *, delta_bias) FIELD(S, const float *, skip)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
@@ -72,11 +77,14 @@ STRUCT(Layer)
    embedding is normed by input_norm and added. gated: whether qkv gives each head's query, then its gate, which the output
    of attention is multiplied with. key_heads to recurrent_layers: shape of gated delta nets, tokens that their
    convolutions read, whether value heads that share a key head are key_heads apart, and number of such layers.
-   joint_norm: whether query_norm spans the queries of all heads, and key_norm all keys. */
+   joint_norm: whether query_norm spans the queries of all heads, and key_norm all keys. mamba: whether recurrent nets are
+   Mamba-2. delta_eps: eps of their norms. */
+enum { SILU, GELU, SQUARED_RELU }; /* activations; MLPs with the last have no gate */
+
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
-    FIELD(S, i64, kv_heads) FIELD(S, i64, head_dim) FIELD(S, i64, inner) FIELD(S, i64, gelu)              \
+    FIELD(S, i64, kv_heads) FIELD(S, i64, head_dim) FIELD(S, i64, inner) FIELD(S, i64, activation)        \
     FIELD(S, i64, max_positions) FIELD(S, float, eps) FIELD(S, float, embedding_scale)                    \
     FIELD(S, float, attention_scale) FIELD(S, float, attention_cap) FIELD(S, float, logit_cap)            \
     FIELD(S, Linear, joined) FIELD(S, const float *, token_norm) FIELD(S, const float *, hidden_state_norm)    \
@@ -87,7 +95,7 @@ STRUCT(Layer)
     FIELD(S, Linear, input_projection) FIELD(S, const float *, input_norm) FIELD(S, i64, input_size)      \
     FIELD(S, i64, gated) FIELD(S, i64, key_heads) FIELD(S, i64, value_heads) FIELD(S, i64, key_dim)       \
     FIELD(S, i64, value_dim) FIELD(S, i64, delta_kernel) FIELD(S, i64, tiled) FIELD(S, i64, recurrent_layers) \
-    FIELD(S, i64, joint_norm)
+    FIELD(S, i64, joint_norm) FIELD(S, i64, mamba) FIELD(S, float, delta_eps)
 STRUCT(Model)
 
 /* Recurrent states of a row, of all layers with a delta net. state: [layers, value_heads, value_dim / LANES, key_dim, LANES].
@@ -249,25 +257,37 @@ static i64 check_shaped(const Model *m, const Layer *layer) {
     return wrong ? wrong : check_linear(&layer->input_projection, m->input_size, m->hidden);
 }
 
+/* Return the outputs of the first projection of an MLP with this inner size. */
+static i64 mlp_outputs(const Model *m, i64 inner) { return m->activation == SQUARED_RELU ? inner : 2 * inner; }
+
+/* Return whether a layer has attention or what replaces it. */
+static int mixes(const Layer *layer) { return layer->qkv.weight != 0; }
+
+static int has_mlp(const Layer *layer) { return layer->gate_up.weight != 0; }
+
 static i64 check_mlp(const Model *m, const Layer *layer) {
     const i64 H = m->hidden, E = m->experts, shared = m->shared_inner;
+    if (!has_mlp(layer)) {
+        REFUSE(!mixes(layer) || layer->router.weight || layer->down.weight || layer->mlp_conv.taps, POINTER);
+        return 0;
+    }
     if (!layer->router.weight) {
-        const i64 wrong = check_linear(&layer->gate_up, H, 2 * m->inner);
+        const i64 wrong = check_linear(&layer->gate_up, H, mlp_outputs(m, m->inner));
         return wrong ? wrong : check_linear(&layer->down, m->inner, H);
     }
     REFUSE(E < 1 || E > MOST || m->expert_inner < 1 || m->expert_inner > MOST / E || H > MOST / E, SIZES);
     REFUSE(m->chosen < 1 || m->chosen > E || m->chosen > MOST_CHOSEN || shared < 0 || shared > MOST, SIZES);
-    REFUSE(2 * m->expert_inner % LANES || H % LANES || layer->mlp_conv.taps, SIZES);
+    REFUSE(mlp_outputs(m, m->expert_inner) % LANES || H % LANES || layer->mlp_conv.taps, SIZES);
     REFUSE(!layer->before_router != !layer->after_mlp || (layer->before_router && !shared), SIZES);
     REFUSE(layer->before_router && (!layer->before_experts || !layer->after_experts || !layer->after_shared), POINTER);
     REFUSE(layer->before_router && !layer->expert_scale, POINTER);
     REFUSE(m->sigmoid && !layer->expert_bias, POINTER);
     i64 wrong = check_linear(&layer->router, H, E);
-    if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * E * m->expert_inner);
+    if (!wrong) wrong = check_linear(&layer->gate_up, H, E * mlp_outputs(m, m->expert_inner));
     if (!wrong) wrong = check_linear(&layer->down, m->expert_inner, E * H);
-    if (!wrong && shared) wrong = check_linear(&layer->shared_gate_up, H, 2 * shared);
+    if (!wrong && shared) wrong = check_linear(&layer->shared_gate_up, H, mlp_outputs(m, shared));
     if (!wrong && shared) wrong = check_linear(&layer->shared_down, shared, H);
-    if (!wrong && shared && !layer->before_router) wrong = check_linear(&layer->shared_gate, H, 1);
+    if (!wrong && shared && layer->shared_gate.weight) wrong = check_linear(&layer->shared_gate, H, 1);
     return wrong;
 }
 
@@ -289,12 +309,20 @@ static i64 check_layers(const Model *m) {
         REFUSE(layer->filter && (m->kernel < 1 || reads_pairs(m, index) || layer->attention_conv.taps), SIZES);
         i64 wrong = check_shaped(m, layer);
         REFUSE(wrong, -wrong);
+        if (!mixes(layer)) {
+            REFUSE(layer->output.weight || layer->delta_filter || layer->filter || layer->attention_conv.taps, POINTER);
+            REFUSE(layer->head_dim || reads_pairs(m, index) || (!layer->before_mlp && !layer->before_router), POINTER);
+            wrong = check_mlp(m, layer);
+            if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
+            REFUSE(wrong, -wrong);
+            continue;
+        }
         if (layer->delta_filter) {
             wrong = check_delta_layer(m, layer);
             if (!wrong) wrong = check_mlp(m, layer);
             REFUSE(wrong, -wrong);
             REFUSE(layer->mlp_conv.taps, SIZES);
-            REFUSE(!layer->before_attention || !layer->before_mlp, POINTER);
+            REFUSE(!layer->before_attention || (has_mlp(layer) && !layer->before_mlp), POINTER);
             continue;
         }
         const Model own = shaped(m, layer);
@@ -310,7 +338,7 @@ static i64 check_layers(const Model *m) {
         if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
         REFUSE(wrong, -wrong);
         REFUSE(!layer->before_attention && (!layer->after_attention || layer->attention_conv.taps), POINTER);
-        REFUSE(!layer->before_mlp && (!layer->after_mlp || layer->mlp_conv.taps || layer->router.weight), POINTER);
+        REFUSE(has_mlp(layer) && !layer->before_mlp && (!layer->after_mlp || layer->mlp_conv.taps || layer->router.weight), POINTER);
         REFUSE(!layer->cos || !layer->sin || (m->joint_norm && (!layer->query_norm || !layer->key_norm)), POINTER);
     }
     return 0;

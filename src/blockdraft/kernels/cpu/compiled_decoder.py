@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.cpu.library import (
+    ACTIVATIONS,
     DELTA_GATES,
     KINDS,
     LAYER_INPUTS,
@@ -31,7 +32,7 @@ from blockdraft.kernels.cpu.library import (
 from blockdraft.kernels.cpu.recurrent_cache import CompiledRecurrentCache, StateShape
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.decoder_config import DecoderConfig, Rope
+from blockdraft.nn.decoder_config import DecoderConfig, Mamba2, Rope
 from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.executor import Executor, TargetOutput, store_shapes
 from blockdraft.nn.packed import check_tokens
@@ -46,10 +47,10 @@ EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
 def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why a decoder has no compiled forward pass, or None if it has one."""
-    if config.activation not in ("silu", "gelu_pytorch_tanh"):
+    if config.activation not in ACTIVATIONS or config.gated_mlp == (config.activation == "relu2"):
         return f"it does not know the activation {config.activation}"
-    if config.delta_net is not None and config.delta_net.key_dim > MAX_KEY:
-        return f"keys of its delta nets have more than {MAX_KEY} numbers"
+    if config.recurrent_net is not None and config.recurrent_net.key_dim > MAX_KEY:
+        return f"keys of its recurrent layers have more than {MAX_KEY} numbers"
     if len(config.memories) > MAX_SHAPES:
         return f"it does not know heads of more than {MAX_SHAPES} shapes"
     if config.layer_input_size and config.layer_input_vocab < config.vocab_size:
@@ -62,7 +63,8 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
 def why_not_packed(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why a decoder has no compiled matrix products, or None if it has them."""
     experts = config.experts
-    if experts is not None and (config.hidden_size % MAX_LANES or 2 * experts.intermediate_size % MAX_LANES):
+    inner = 0 if experts is None else experts.intermediate_size * (2 if config.gated_mlp else 1)
+    if inner % MAX_LANES or (inner and config.hidden_size % MAX_LANES):
         return f"sizes of its experts are no multiples of {MAX_LANES}"
     return why_not_compiled(dtype, device, config.head_divisor)
 
@@ -107,7 +109,7 @@ def shape_fields(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]
         "kv_heads": max(map(config.kv_heads_of, layers)),
         "head_dim": max(map(config.head_dim_of, layers)),
         "inner": max(config.dense_inner_size(layer) for layer in layers),
-        "gelu": config.activation != "silu",
+        "activation": ACTIVATIONS[config.activation],
         "rotated": config.rotated,
         "attention_scale": config.query_scale,
         "attention_cap": config.attention_softcap or 0.0,
@@ -123,11 +125,12 @@ def shape_fields(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]
         fields |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
         fields |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
     recurrent = sum(config.layers[layer].recurrent for layer in layers)
-    if config.delta_net is not None and recurrent:
-        net = config.delta_net
+    if config.recurrent_net is not None and recurrent:
+        net = config.recurrent_net
         names = ("key_heads", "value_heads", "key_dim", "value_dim", "tiled")
         fields |= {name: getattr(net, name) for name in names}
-        fields |= {"delta_kernel": net.kernel, "recurrent_layers": recurrent}
+        fields |= {"delta_kernel": net.kernel, "recurrent_layers": recurrent, "delta_eps": config.norm_eps}
+        fields["mamba"] = isinstance(net, Mamba2)
     return fields
 
 
@@ -211,10 +214,12 @@ class CompiledLayers(ABC):
         for name in (*NORMS, *NORMS_BESIDE, "after_input"):
             norm = getattr(layer, name, None)
             setattr(own, name, self._exact_pointer(norm.weight) if isinstance(norm, Norm) else None)
-        if layer.delta_net is not None:
-            net = layer.delta_net
+        if layer.recurrent_mixer is not None:
+            net = layer.recurrent_mixer
             own.delta_filter, own.delta_norm = self._exact_pointer(net.kernel), self._exact_pointer(net.weight)
             own.fading, own.fading_bias = self._exact_pointer(net.fading), self._exact_pointer(net.fading_bias)
+            if net.bias is not None:
+                own.delta_bias, own.skip = self._exact_pointer(net.bias), self._exact_pointer(net.skip)
         elif layer.convolution is not None:
             own.filter = self._exact_pointer(layer.convolution.kernel)
         elif config.mixed:
@@ -266,7 +271,7 @@ class CompiledDecoder(CompiledLayers, Executor):
     Attributes:
         embedding, head: Embedding table and output head in the form of the library.
         lends_head: Whether the head alone gives the target's logits.
-        states: Shape of the states of delta nets, or None without any.
+        states: Shape of the states of recurrent layers, or None without any.
     """
 
     def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
@@ -290,8 +295,8 @@ class CompiledDecoder(CompiledLayers, Executor):
                 "input_size": config.layer_input_size,
             }
         self.states: StateShape | None = None
-        if config.delta_net is not None:
-            self.states = StateShape(config.delta_net, config.recurrent_layers, library.lanes)
+        if config.recurrent_net is not None:
+            self.states = StateShape(config.recurrent_net, config.recurrent_layers, library.lanes)
         self._model = ModelFields(
             layers=self._layers,
             embedding=self.embedding,

@@ -413,24 +413,28 @@ static void gate_heads(Thread *t, const Model *m, i64 rows, const float *project
         }
 }
 
-/* Return the inner values of an MLP. */
+/* Return the inner values of an MLP, whose gates are used alone by SQUARED_RELU. */
 INLINE vec gated(const Model *m, vec gate, vec up) {
     const vec limit = splat(m->clamp_limit);
+    if (m->activation == SQUARED_RELU) {
+        const vec positive = choose(gate < (vec){}, (vec){}, gate); /* NaN stays NaN */
+        return positive * positive;
+    }
     vec turn = gate;
     if (m->clamp_limit) { /* NaN stays NaN */
         gate = least(limit, gate);
         up = most_of(-limit, least(limit, up)) + 1.0f;
         turn = gate * m->clamp_alpha;
     }
-    if (m->gelu) turn = 1.5957691216f * (gate + 0.044715f * gate * gate * gate); /* gelu in its tanh form */
+    if (m->activation == GELU) turn = 1.5957691216f * (gate + 0.044715f * gate * gate * gate); /* gelu in its tanh form */
     return gate * sigmoid(turn) * up;
 }
 
 static void activate(const Model *m, i64 inner, float *gate_up, i64 first, i64 last) {
-    const i64 parts = (inner + LANES - 1) / LANES;
+    const i64 parts = (inner + LANES - 1) / LANES, width = mlp_outputs(m, inner);
     for (i64 work = first; work < last; work++) {
         i64 at = work % parts * LANES, count = inner - at;
-        float *gate = gate_up + work / parts * 2 * inner + at, *up = gate + inner;
+        float *gate = gate_up + work / parts * width + at, *up = gate + width - inner;
         if (count >= LANES) *(vec *)gate = gated(m, *(vec *)gate, *(vec *)up);
         else {
             vec x = {}, y = {};
@@ -604,7 +608,7 @@ static Places places(const Model *m, i64 batch, i64 nodes, i64 done, i64 threads
     if (m->experts) p.routed += p.routed % 2; /* integers of 8 bytes come first */
     p.given = p.routed + routed_places(m, rows).end;
     p.projected = p.given + 2 * rows * m->num_layers * m->input_size;
-    p.gates = p.projected + rows * larger(m->gated ? width + mix_width : 0, delta_channels(m) + delta_values(m));
+    p.gates = p.projected + rows * larger(m->gated ? width + mix_width : 0, delta_outputs(m));
     p.end = p.gates + rows * 2 * m->value_heads;
     return p;
 }
@@ -722,57 +726,57 @@ static void run_layers(Thread *t, const void *argument) {
             stored.head_stride = call->second_head_stride;
         }
         m = &own, call = &stored;
-        const i64 mix_width = m->heads * m->head_dim, keys = 2 * m->kv_heads * m->head_dim;
-        const i64 place_of_layer = layer->head_dim ? layer->place : attends;
-        const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
-        const float *read = pairs;
-        if (reads_pairs(m, index)) round_inputs(t, &layer->qkv, pairs, layer->qkv.inputs, rows, in);
-        else
-            read = input_of(t, &layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
         const int unused = index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits;
-        const i64 queries = m->gated ? 2 * mix_width : mix_width;
-        if (unused && !layer->filter && !layer->delta_filter) { /* only keys and values */
-            if (layer->shared) return;
-            const Linear part = outputs_from(&layer->qkv, queries, layer->qkv.outputs - queries);
-            project(t, &part, read, part.inputs, in, rows, qkv, keys, 0);
-            place(t, m, layer, call, place_of_layer, depths, qkv, 0, 0, 0);
-            return;
-        }
-        float *to = m->gated || layer->delta_filter ? projected : qkv;
-        const i64 outputs = layer->filter || layer->delta_filter ? layer->qkv.outputs : queries + keys;
-        project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, to, outputs, 0);
-        if (layer->delta_filter) {
-            round_inputs(t, &layer->delta_gates, read, H, rows, in);
-            project(t, &layer->delta_gates, read, H, in, rows, gates, 2 * m->value_heads, 0);
-            delta_net(t, m, layer, call, recurs++, depths, projected, gates, qkv, wide);
+        if (mixes(layer)) {
+            const i64 mix_width = m->heads * m->head_dim, keys = 2 * m->kv_heads * m->head_dim;
+            const i64 place_of_layer = layer->head_dim ? layer->place : attends, mixed = layer->output.inputs;
+            const Convolution *conv = &layer->attention_conv;
+            const float *read = pairs;
+            if (reads_pairs(m, index)) round_inputs(t, &layer->qkv, pairs, layer->qkv.inputs, rows, in);
+            else read = input_of(t, &layer->qkv, m, call, conv, layer->before_attention, x, h, in, corrections, turned);
+            const i64 queries = m->gated ? 2 * mix_width : mix_width;
+            if (unused && !layer->filter && !layer->delta_filter) { /* only keys and values */
+                if (layer->shared) return;
+                const Linear part = outputs_from(&layer->qkv, queries, layer->qkv.outputs - queries);
+                project(t, &part, read, part.inputs, in, rows, qkv, keys, 0);
+                place(t, m, layer, call, place_of_layer, depths, qkv, 0, 0, 0);
+                return;
+            }
+            float *to = m->gated || layer->delta_filter ? projected : qkv;
+            const i64 outputs = layer->filter || layer->delta_filter ? layer->qkv.outputs : queries + keys;
+            project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, to, outputs, 0);
+            if (layer->delta_filter) {
+                if (!m->mamba) {
+                    round_inputs(t, &layer->delta_gates, read, H, rows, in);
+                    project(t, &layer->delta_gates, read, H, in, rows, gates, 2 * m->value_heads, 0);
+                }
+                delta_net(t, m, layer, call, recurs++, depths, projected, gates, qkv, wide);
+            } else if (layer->filter) {
+                short_convolution(t, m, layer, call, convolves++, qkv, wide);
+            } else {
+                place(t, m, layer, call, place_of_layer, depths, qkv, m->heads, strange, m->gated ? projected : 0);
+                attention(t, m, layer, call, place_of_layer, strange, depths, qkv, wide, w + at.own, at.own_size);
+                if (m->gated) gate_heads(t, m, rows, projected, wide);
+                attends++;
+            }
             if (unused) return;
-        } else if (layer->filter) {
-            short_convolution(t, m, layer, call, convolves++, qkv, wide);
-            if (unused) return;
-        } else {
-            place(t, m, layer, call, place_of_layer, depths, qkv, m->heads, strange, m->gated ? projected : 0);
-            attention(t, m, layer, call, place_of_layer, strange, depths, qkv, wide, w + at.own, at.own_size);
-            if (m->gated) gate_heads(t, m, rows, projected, wide);
-            attends++;
+            round_inputs(t, &layer->output, wide, mixed, rows, in);
+            const int added = !layer->after_attention && !conv->taps;
+            project(t, &layer->output, wide, mixed, in, rows, added ? x : h, H, added);
+            add_output(t, m, call, conv, layer->after_attention, corrections, h, x);
         }
-        const i64 mixed = layer->output.inputs;
-        round_inputs(t, &layer->output, wide, mixed, rows, in);
-        int added = !layer->after_attention && !of_attention->taps;
-        project(t, &layer->output, wide, mixed, in, rows, added ? x : h, H, added);
-        add_output(t, m, call, of_attention, layer->after_attention, corrections, h, x);
-        if (layer->router.weight) {
-            routed_mlp(t, m, layer, routed_at(m, w + at.routed, rows), rows, in, x, h, wide);
-            if (layer->head_dim) finish_layer(t, m, layer, index, rows, in, x, h, wide, given);
-            tap(t, m, call, index, x);
-            continue;
+        if (layer->router.weight) routed_mlp(t, m, layer, routed_at(m, w + at.routed, rows), rows, in, x, h, wide);
+        else if (has_mlp(layer)) {
+            const i64 width = mlp_outputs(m, m->inner);
+            const Convolution *conv = &layer->mlp_conv;
+            const float *read = input_of(t, &layer->gate_up, m, call, conv, layer->before_mlp, x, h, in, corrections, turned);
+            project(t, &layer->gate_up, read, H, in, rows, wide, width, 0);
+            PIECES(t, rows * ((m->inner + LANES - 1) / LANES), 32, first, last) activate(m, m->inner, wide, first, last);
+            round_inputs(t, &layer->down, wide, width, rows, in);
+            const int added = !layer->after_mlp && !conv->taps;
+            project(t, &layer->down, wide, width, in, rows, added ? x : h, H, added);
+            add_output(t, m, call, conv, layer->after_mlp, corrections, h, x);
         }
-        read = input_of(t, &layer->gate_up, m, call, of_mlp, layer->before_mlp, x, h, in, corrections, turned);
-        project(t, &layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
-        PIECES(t, rows * ((m->inner + LANES - 1) / LANES), 32, first, last) activate(m, m->inner, wide, first, last);
-        round_inputs(t, &layer->down, wide, 2 * m->inner, rows, in);
-        added = !layer->after_mlp && !of_mlp->taps;
-        project(t, &layer->down, wide, 2 * m->inner, in, rows, added ? x : h, H, added);
-        add_output(t, m, call, of_mlp, layer->after_mlp, corrections, h, x);
         if (layer->head_dim) finish_layer(t, m, layer, index, rows, in, x, h, wide, given);
         tap(t, m, call, index, x);
     }
@@ -925,6 +929,8 @@ i64 draft_context(const Model *m, const Call *call, const Linear *hidden_states,
     if (!wrong) wrong = check_rows(m, call);
     REFUSE(hidden_states->inputs < 1 || hidden_states->outputs != m->hidden || m->pairs || call->done, SIZES);
     if (!wrong) wrong = check_kind(hidden_states);
+    for (i64 index = 0; !wrong && index < m->num_layers; index++)
+        REFUSE(!mixes(m->layers + index) || m->layers[index].delta_filter || m->layers[index].filter, POINTER);
     const i64 rows = call->batch * call->nodes;
     if (wrong || !rows) return wrong;
     const i64 needed = draft_context_workspace(m, call->batch, call->nodes, hidden_states->inputs);

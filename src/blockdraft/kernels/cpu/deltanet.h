@@ -1,6 +1,8 @@
-/* Gated delta nets (arXiv 2412.06464, nn/delta_net.py), in the place of attention in some layers.
+/* Gated delta nets (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060), in the place of attention in some layers; see
+   nn/recurrent_mixer.py.
 
-   Each value head of a layer has a state, a matrix that decays and is corrected with each token. Its columns are
+   Each value head of a layer has a state, a matrix that decays and is corrected with each token. Mamba-2 adds a value times
+   a step size where a delta net adds a share of what the state lacks of the value. Columns of a state are
    independent, so a block of LANES columns stays in the first cache while a thread runs all nodes of a row. A node's state
    is the same however many nodes a call has, since each is computed from the state after its parent.
 
@@ -12,6 +14,18 @@
 static i64 delta_keys(const Model *m) { return m->key_heads * m->key_dim; }
 static i64 delta_values(const Model *m) { return m->value_heads * m->value_dim; }
 static i64 delta_channels(const Model *m) { return 2 * delta_keys(m) + delta_values(m); }
+
+/* Return the outputs of a layer's first projection. */
+static i64 delta_outputs(const Model *m) {
+    return delta_channels(m) + delta_values(m) + (m->mamba ? m->value_heads : 0);
+}
+
+/* Return where the projection has the gate of the output and the channels, and these have queries, keys and values. */
+static i64 gate_place(const Model *m) { return m->mamba ? 0 : delta_channels(m); }
+static i64 channel_place(const Model *m) { return m->mamba ? delta_values(m) : 0; }
+static i64 query_place(const Model *m) { return m->mamba ? delta_values(m) + delta_keys(m) : 0; }
+static i64 key_place(const Model *m) { return m->mamba ? delta_values(m) : delta_keys(m); }
+static i64 value_place(const Model *m) { return m->mamba ? 0 : 2 * delta_keys(m); }
 
 /* Parts of a layer's trail for a node: inputs of the convolution, keys, corrections, and decays of the value heads. */
 typedef struct {
@@ -42,9 +56,10 @@ static i64 check_delta_net(const Model *m) {
 static i64 check_delta_layer(const Model *m, const Layer *layer) {
     REFUSE(layer->filter || layer->attention_conv.taps || layer->head_dim || m->pairs, SIZES);
     REFUSE(!layer->fading || !layer->fading_bias || !layer->delta_norm, POINTER);
+    REFUSE(m->mamba && (!layer->delta_bias || !layer->skip || m->tiled), POINTER);
     i64 wrong = check_delta_net(m);
-    if (!wrong) wrong = check_linear(&layer->qkv, m->hidden, delta_channels(m) + delta_values(m));
-    if (!wrong) wrong = check_linear(&layer->delta_gates, m->hidden, 2 * m->value_heads);
+    if (!wrong) wrong = check_linear(&layer->qkv, m->hidden, delta_outputs(m));
+    if (!wrong && !m->mamba) wrong = check_linear(&layer->delta_gates, m->hidden, 2 * m->value_heads);
     return wrong ? wrong : check_linear(&layer->output, delta_values(m), m->hidden);
 }
 
@@ -87,26 +102,32 @@ static void move_windows(Thread *t, const Model *m, const Call *call) {
         }
 }
 
-/* Replace the projections of one node by the shares of its corrections and the decays of its states. */
-static void delta_shares(const Model *m, const Layer *layer, float *gates, float *decays) {
+/* Replace the projections of one node by the shares of its corrections and the decays of its states. Those of Mamba-2 are
+   its `steps`. */
+static void delta_shares(const Model *m, const Layer *layer, const float *steps, float *gates, float *decays) {
     for (i64 head = 0; head < m->value_heads; head++) {
-        const float share = gates[head], x = gates[m->value_heads + head] + layer->fading_bias[head];
+        const float before = m->mamba ? steps[head] : gates[m->value_heads + head];
+        const float share = m->mamba ? 0 : gates[head], x = before + layer->fading_bias[head];
         const float softplus = x > 20 ? x : log1pf(exp_vec(splat(x))[0]);
         const float decay = exp_vec(splat(layer->fading[head] * softplus))[0];
-        gates[head] = share == share ? sigmoid(splat(share))[0] : NAN;
+        gates[head] = m->mamba ? x == x ? softplus : NAN : share == share ? sigmoid(splat(share))[0] : NAN;
         gates[m->value_heads + head] = x == x ? decay : NAN;
         if (decays) decays[head] = gates[m->value_heads + head];
     }
 }
 
-/* Convolve one head's channels of a node from channel `from` on, along its path. Queries and keys are normed to length
-   `scale`, unless it is 0. */
+/* Convolve one head's channels of a node from channel `from` on, along its path. Rows of `projected`, which begins at the
+   first channel, are `width` numbers apart. Queries and keys are normed to length `scale`, unless it is 0. */
 static void delta_convolve(const Model *m, const Layer *layer, const Call *call, i64 index, i64 row, i64 node, i64 from,
                            i64 size, float scale, const float *projected, i64 width, float *y) {
     const i64 C = delta_channels(m), before = m->delta_kernel - 1, *parents = call->parents + row * call->nodes;
     const float *x = projected + (row * call->nodes + node) * width + from;
     const float *window = call->recurrent[row].window + index * before * C + from, *weight = layer->delta_filter + from;
-    for (i64 i = 0; i < size; i += LANES) *(vec *)(y + i) = *(const vec *)(weight + before * C + i) * *(const vec *)(x + i);
+    for (i64 i = 0; i < size; i += LANES) {
+        const vec own = *(const vec *)(weight + before * C + i), in = *(const vec *)(x + i);
+        if (m->mamba) *(vec *)(y + i) = FMA(own, in, *(const vec *)(layer->delta_bias + from + i));
+        else *(vec *)(y + i) = own * in;
+    }
     i64 at = node; /* a node, or -1 for the last committed token, -2 for the one before, ... */
     for (i64 tap = 1; tap <= before; tap++) {
         at = at >= 0 ? parents[at] : at - 1;
@@ -134,27 +155,30 @@ static void keep_window(const Model *m, const Recurrent *r, i64 index, i64 node,
    A piece is one head of a node, or its gates. */
 static void delta_inputs(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const float *projected,
                          float *gates, float *convolved) {
-    const i64 C = delta_channels(m), width = C + delta_values(m), N = call->nodes;
-    const i64 keys = 2 * m->key_heads, parts = keys + m->value_heads + 1;
+    const i64 C = delta_channels(m), width = delta_outputs(m), N = call->nodes, K = m->key_dim;
+    const i64 queries = m->key_heads, keys = 2 * queries, parts = keys + m->value_heads + 1;
+    const float *channels = projected + channel_place(m);
     PIECES(t, call->batch * N * parts, 4, first, last)
         for (i64 work = first; work < last; work++) {
             const i64 part = work % parts, row = work / parts / N, node = work / parts % N, at = row * N + node;
             const Recurrent *r = call->recurrent + row;
             const Trail trail = r->trail ? trail_at(m, r->trail, node, index) : (Trail){0, 0, 0, 0};
             if (part == parts - 1) {
-                delta_shares(m, layer, gates + at * 2 * m->value_heads, trail.decays);
+                const float *steps = channels + at * width + C;
+                delta_shares(m, layer, steps, gates + at * 2 * m->value_heads, trail.decays);
                 continue;
             }
-            const i64 size = part < keys ? m->key_dim : m->value_dim;
-            const i64 from = part < keys ? part * size : keys * m->key_dim + (part - keys) * size;
-            const float scale = part >= keys ? 0 : part >= m->key_heads ? 1 : 1 / sqrtf((float)m->key_dim);
-            const float *x = projected + at * width + from;
+            const i64 size = part < keys ? K : m->value_dim;
+            const i64 from = part < queries ? query_place(m) + part * K
+                : part < keys ? key_place(m) + (part - queries) * K : value_place(m) + (part - keys) * size;
+            const float scale = part >= keys || m->mamba ? 0 : part >= queries ? 1 : 1 / sqrtf((float)K);
+            const float *x = channels + at * width + from;
             float *y = convolved + at * C + from;
-            delta_convolve(m, layer, call, index, row, node, from, size, scale, projected, width, y);
+            delta_convolve(m, layer, call, index, row, node, from, size, scale, channels, width, y);
             if (r->window_after) keep_window(m, r, index, node, from, size, x);
             if (!r->trail) continue;
             memcpy(trail.channels + from, x, 4 * size);
-            if (part >= m->key_heads && part < keys) memcpy(trail.keys + from - delta_keys(m), y, 4 * size);
+            if (part >= queries && part < keys) memcpy(trail.keys + (part - queries) * K, y, 4 * K);
         }
 }
 
@@ -198,6 +222,7 @@ typedef struct {
     const i64 *parents, *depths;
     const float *queries, *keys, *values, *shares, *decays;
     i64 index, head, key_head, stride;
+    float skip;
 } DeltaHead;
 
 /* Write the columns of the state after a node to `own`, from those before all nodes. */
@@ -212,8 +237,10 @@ static void replay(const DeltaHead *h, const float *state, i64 node, i64 column,
     }
 }
 
-/* Run the nodes of a row on LANES columns of a head's state. `out` rows are `outs` numbers apart. */
-static void run_columns(const DeltaHead *h, i64 column, float *out, i64 outs) {
+/* Run the nodes of a row on LANES columns of a head's state. `out` rows are `outs` numbers apart. `corrects`: whether
+   corrections depend on the state. */
+INLINE void run_columns(const int corrects, const DeltaHead *h, i64 column, float *out, i64 outs) {
+    const int asking = corrects ? ASKS : 0;
     const Model *m = h->m;
     const Recurrent *r = h->r;
     const i64 N = h->call->nodes, K = m->key_dim, place = h->head * m->value_dim + column, last = r->pending - 1;
@@ -227,7 +254,7 @@ static void run_columns(const DeltaHead *h, i64 column, float *out, i64 outs) {
         const float *key = past.keys + h->key_head * K;
         const vec correction = *(const vec *)(past.corrections + place);
         const float decay = past.decays[h->head];
-        if (i < last) correct(WRITES, state, state, K, decay, key, correction, 0, 0, 0, 0);
+        if (i < last || !corrects) correct(WRITES, state, state, K, decay, key, correction, 0, 0, 0, 0);
         else correct(WRITES | ASKS, state, state, K, decay, key, correction, 0, 0, h->keys, &asked), asks = 0;
     }
     for (i64 node = 0; node < N; node++) {
@@ -237,22 +264,28 @@ static void run_columns(const DeltaHead *h, i64 column, float *out, i64 outs) {
             at = h->parents[node], source = state;
             if (at >= 0) replay(h, state, at, column, own), source = own;
         }
-        if (asks != node) asked = ask(source, key, K);
-        const vec correction = (*(const vec *)(h->values + node * h->stride + column) - asked * decay) * share;
+        if (corrects && asks != node) asked = ask(source, key, K);
+        const vec value = *(const vec *)(h->values + node * h->stride + column);
+        vec correction = value;
+        if (corrects) correction -= asked * decay;
+        correction *= share;
         if (r->trail) *(vec *)(trail_at(m, r->trail, node, h->index).corrections + place) = correction;
         if (node + 1 < N && h->parents[node + 1] == node) {
-            correct(WRITES | OUTPUTS | ASKS, source, own, K, decay, key, correction, query, &output, key + h->stride, &asked);
+            const float *next = key + h->stride;
+            correct(WRITES | OUTPUTS | asking, source, own, K, decay, key, correction, query, &output, next, &asked);
             source = own, at = node, asks = node + 1;
             if (r->state_after && node + 1 == r->count) memcpy(r->state_after + begin, own, 4 * K * LANES);
         } else if (r->state_after && node + 1 == r->count)
             correct(WRITES | OUTPUTS, source, r->state_after + begin, K, decay, key, correction, query, &output, 0, 0);
         else correct(OUTPUTS, source, 0, K, decay, key, correction, query, &output, 0, 0);
+        if (!corrects) output = FMA(splat(h->skip), value, output);
         *(vec *)(out + node * outs + column) = output;
     }
 }
 
-/* Compute layer number `index` of those with a delta net. `projected` is [rows, channels + values], and `gates` [rows,
-   2 * value heads]. The output is `out`, [rows, values]. */
+/* Compute layer number `index` of those with a recurrent net. `projected` is [rows, delta_outputs], and `gates` [rows, 2 *
+   value heads]. The output is `out`, [rows, values]. Outputs of a delta net are normed by head, then gated; those of Mamba-2
+   are gated, then normed by group of heads that share a key. */
 static void delta_net(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths,
                       const float *projected, float *gates, float *convolved, float *out) {
     const i64 C = delta_channels(m), values = delta_values(m), N = call->nodes, heads = m->value_heads, D = m->value_dim;
@@ -261,18 +294,29 @@ static void delta_net(Thread *t, const Model *m, const Layer *layer, const Call 
         for (i64 work = first; work < last; work++) {
             const i64 row = work / heads, head = work % heads;
             const i64 key_head = m->tiled ? head % m->key_heads : head / (heads / m->key_heads);
-            const float *queries = convolved + row * N * C + key_head * m->key_dim, *own_gates = gates + row * N * 2 * heads;
-            const DeltaHead h = {m, call, call->recurrent + row, call->parents + row * N, depths + row * N, queries,
-                                 queries + delta_keys(m), convolved + row * N * C + 2 * delta_keys(m) + head * D,
-                                 own_gates + head, own_gates + heads + head, index, head, key_head, C};
+            const float *own = convolved + row * N * C, *own_gates = gates + row * N * 2 * heads;
+            const DeltaHead h = {m, call, call->recurrent + row, call->parents + row * N, depths + row * N,
+                                 own + query_place(m) + key_head * m->key_dim, own + key_place(m) + key_head * m->key_dim,
+                                 own + value_place(m) + head * D, own_gates + head, own_gates + heads + head,
+                                 index, head, key_head, C, m->mamba ? layer->skip[head] : 0};
             float *to = out + row * N * values + head * D;
-            for (i64 column = 0; column < D; column += LANES) run_columns(&h, column, to, values);
+            for (i64 column = 0; column < D; column += LANES) {
+                if (m->mamba) run_columns(0, &h, column, to, values);
+                else run_columns(1, &h, column, to, values);
+            }
             for (i64 node = 0; node < N; node++) {
                 float *y = to + node * values;
-                const float *gate = projected + (row * N + node) * (C + values) + C + head * D;
-                rms_norm(y, layer->delta_norm, m->eps, D, y, 0);
+                const float *gate = projected + (row * N + node) * delta_outputs(m) + gate_place(m) + head * D;
+                if (!m->mamba) rms_norm(y, layer->delta_norm, m->delta_eps, D, y, 0);
                 for (i64 i = 0; i < D; i += LANES)
                     *(vec *)(y + i) *= *(const vec *)(gate + i) * sigmoid(*(const vec *)(gate + i));
             }
+        }
+    if (!m->mamba) return;
+    const i64 groups = m->key_heads, size = values / groups;
+    PIECES(t, call->batch * N * groups, 4, first, last)
+        for (i64 work = first; work < last; work++) {
+            float *y = out + work * size;
+            rms_norm(y, layer->delta_norm + work % groups * size, m->delta_eps, size, y, 0);
         }
 }

@@ -182,21 +182,23 @@ static void routed_mlp(Thread *t, const Model *m, const Layer *layer, Routed r, 
     PIECES(t, 1, 1, first, last) if (first < last) group_rows(m, rows, r);
     if (beside) PIECES(t, rows, 1, first, last) norm_rows(x, layer->before_experts, m->eps, H, first, last, h, 0);
     round_slots(t, &layer->gate_up, r, h, r.inputs, H);
-    project_experts(t, &layer->gate_up, 2 * inner, r, r.inputs, H, r.wide);
+    project_experts(t, &layer->gate_up, mlp_outputs(m, inner), r, r.inputs, H, r.wide);
     PIECES(t, rows * K * ((inner + LANES - 1) / LANES), 32, first, last) activate(m, inner, r.wide, first, last);
-    round_slots(t, &layer->down, r, 0, r.wide, 2 * inner);
-    project_experts(t, &layer->down, H, r, r.wide, 2 * inner, r.inputs);
+    round_slots(t, &layer->down, r, 0, r.wide, mlp_outputs(m, inner));
+    project_experts(t, &layer->down, H, r, r.wide, mlp_outputs(m, inner), r.inputs);
     if (shared) {
         if (beside) norm_and_round(t, &layer->shared_gate_up, x, layer->before_mlp, m->eps, rows, h, in);
         else {
-            round_inputs(t, &layer->shared_gate, h, H, rows, in);
-            project(t, &layer->shared_gate, h, H, in, rows, r.scores, 1, 0);
+            if (layer->shared_gate.weight) {
+                round_inputs(t, &layer->shared_gate, h, H, rows, in);
+                project(t, &layer->shared_gate, h, H, in, rows, r.scores, 1, 0);
+            }
             round_inputs(t, &layer->shared_gate_up, h, H, rows, in);
         }
-        project(t, &layer->shared_gate_up, h, H, in, rows, wide, 2 * shared, 0);
+        project(t, &layer->shared_gate_up, h, H, in, rows, wide, mlp_outputs(m, shared), 0);
         PIECES(t, rows * ((shared + LANES - 1) / LANES), 32, first, last) activate(m, shared, wide, first, last);
-        round_inputs(t, &layer->shared_down, wide, 2 * shared, rows, in);
-        project(t, &layer->shared_down, wide, 2 * shared, in, rows, h, H, 0);
+        round_inputs(t, &layer->shared_down, wide, mlp_outputs(m, shared), rows, in);
+        project(t, &layer->shared_down, wide, mlp_outputs(m, shared), in, rows, h, H, 0);
     }
     PIECES(t, rows, 1, first, last)
         for (i64 row = first; row < last; row++) {
@@ -209,7 +211,8 @@ static void routed_mlp(Thread *t, const Model *m, const Layer *layer, Routed r, 
                 for (i64 i = 0; i < H; i++) to[i] += share * from[i];
             }
             if (!shared) continue;
-            const float gate = r.scores[row], share = gate == gate ? sigmoid(splat(gate))[0] : NAN;
+            const float gate = layer->shared_gate.weight ? r.scores[row] : INFINITY;
+            const float share = gate == gate ? sigmoid(splat(gate))[0] : NAN;
             for (i64 i = 0; i < H; i++) to[i] += share * h[row * H + i];
         }
 }

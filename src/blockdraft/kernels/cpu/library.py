@@ -35,6 +35,8 @@ PROJECTIONS = ("qkv", "output", "gate_up", "down")
 ROUTED = ("router", "shared_gate_up", "shared_down", "shared_gate")  # of layers with routed experts
 LAYER_INPUTS = ("input_gate", "input_projection")  # of layers with embeddings of their own
 DELTA_GATES = "delta_gates"  # projection of a gated delta net to shares and decays
+DELTA_TENSORS = ("delta_filter", "fading", "fading_bias", "delta_norm")
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "relu2": 2}  # codes of calls.h
 NORMS_BESIDE = ("before_router", "before_experts", "after_shared", "after_experts")  # of experts beside an MLP
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 
@@ -84,7 +86,7 @@ class LayerFields(Fields):
         ("values_are_keys", c_int64),
         ("scale", c_float),
         (DELTA_GATES, LinearFields),
-        *((name, c_void_p) for name in ("delta_filter", "fading", "fading_bias", "delta_norm")),
+        *((name, c_void_p) for name in (*DELTA_TENSORS, "delta_bias", "skip")),
     ]
 
 
@@ -96,7 +98,7 @@ class ModelFields(Fields):
         ("embedding", LinearFields),
         ("head", LinearFields),
         ("norm", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "gelu")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "activation")),
         ("max_positions", c_int64),
         *((name, c_float) for name in ("eps", "embedding_scale", "attention_scale", "attention_cap", "logit_cap")),
         ("joined", LinearFields),
@@ -109,7 +111,8 @@ class ModelFields(Fields):
         *((name, LinearFields) for name in ("input_table", "input_projection")),
         ("input_norm", c_void_p),
         *((name, c_int64) for name in ("input_size", "gated", "key_heads", "value_heads", "key_dim", "value_dim")),
-        *((name, c_int64) for name in ("delta_kernel", "tiled", "recurrent_layers", "joint_norm")),
+        *((name, c_int64) for name in ("delta_kernel", "tiled", "recurrent_layers", "joint_norm", "mamba")),
+        ("delta_eps", c_float),
     ]
 
 

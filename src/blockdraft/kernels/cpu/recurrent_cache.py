@@ -1,4 +1,4 @@
-"""Cache of sequences for compiled decoders with recurrent layers: keys, values, and the states of gated delta nets."""
+"""Cache of sequences for compiled decoders with recurrent layers: keys, values, and the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdraft.kernels.cpu.library import RecurrentFields
 from blockdraft.nn.cache import KVCache, StoreShape, bucket, part_of
-from blockdraft.nn.decoder_config import DeltaNet
+from blockdraft.nn.decoder_config import RecurrentNet
 
 MAX_TRAIL = 64  # nodes of the longest chain whose trail is kept; the state after a longer one is kept instead
 CHECKPOINT_TOKENS = 512  # least tokens between two checkpoints of a sequence, except for its last ones
@@ -30,12 +30,12 @@ class StateShape:
     """Shape of the states of all recurrent layers, as `Recurrent` of calls.h describes it.
 
     Args:
-        net: Shape of a delta net.
+        net: Shape of a layer's net.
         layers: Number of recurrent layers.
         lanes: Columns of a state that are interleaved.
     """
 
-    net: DeltaNet
+    net: RecurrentNet
     layers: int
     lanes: int
 

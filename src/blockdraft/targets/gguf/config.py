@@ -37,9 +37,12 @@ FAMILIES = {
     "gemma4": "gemma4_text",
     "gpt-oss": "gpt_oss",
     "granite": "granite",
+    "granitehybrid": "granitemoehybrid",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "mistral3": "ministral3",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
     "olmo2": "olmo2",  # and OLMo 3, whose files have a window
     "phi3": "phi3",
     "smollm3": "smollm3",
@@ -59,9 +62,11 @@ CAUSAL_LMS = {
     "gemma4_text": "Gemma4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -79,9 +84,11 @@ WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose sco
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")  # architectures with gated delta nets
 PARTLY_ROTATED = ("phi3", *DELTA_NETS)  # architectures that may rotate a part of each head
-MIXTURES = ("gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen35moe")
+NEMOTRON = ("nemotron_h", "nemotron_h_moe")  # architectures whose attention does not depend on positions
+MAMBA = ("granitehybrid", *NEMOTRON)  # architectures with Mamba-2 layers
+MIXTURES = ("nemotron_h_moe", "gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen35moe")
 CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
-KV_HEADS = "attention.head_count_kv"
+KV_HEADS, INNER_SIZE = "attention.head_count_kv", "feed_forward_length"
 SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
 LAYER_INPUTS = "per_layer_token_embd.weight"
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -110,8 +117,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
             raise NotCovered(f"it lacks {name}.{key}")
         value = metadata.get(f"{name}.{key}", *default)
         if isinstance(value, list) and key not in BY_LAYER and name != "gemma4":
-            if key == KV_HEADS and name in CONVOLVED:
-                value = [heads for heads in value if heads]
+            if key in (KV_HEADS, INNER_SIZE) and name in (*CONVOLVED, *MAMBA):  # 0 where a layer has none
+                value = [size for size in value if size] or [0]
             if len(set(value)) != 1:
                 raise NotCovered(f"{name}.{key} differs from layer to layer")
             value = value[0]
@@ -125,15 +132,15 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         raise NotCovered(f"it has {layers} layers, but only {count} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
-    routed = name in MIXTURES or (name == "gemma4" and get("expert_count", 0) > 0)
+    routed = name in MIXTURES or (name in ("gemma4", "granitehybrid") and get("expert_count", 0) > 0)
     if not routed and get("expert_count", 0):
         raise NotCovered("it is a mixture of experts")
-    check_settings(get, head_dim, rotates_all=name not in PARTLY_ROTATED)
+    check_settings(get, head_dim, rotates_all=name not in (*PARTLY_ROTATED, *NEMOTRON))
     family = FAMILIES[name]
     fields = {
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length", *([0] if name in MIXTURES else [])),
+        "intermediate_size": get(INNER_SIZE, *([0] if name in MIXTURES else [])),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": get(KV_HEADS, heads),
@@ -169,6 +176,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
                 "sliding_attention": {"rope_type": "default", "rope_theta": far["rope_theta"]},
             },
         }
+    elif name in MAMBA:
+        fields |= mamba_fields(file, get, fields)
     elif name in DELTA_NETS:
         fields |= delta_net_fields(get, fields)
     elif name in CONVOLVED:
@@ -281,6 +290,47 @@ def delta_net_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def mamba_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specific fields of Granite 4 and Nemotron-H: the kinds of layers, by their tensors, and Mamba-2."""
+    parts = {"linear_attention": "ssm_in", "full_attention": "attn_q", "moe": "ffn_gate_inp", "mlp": "ffn_up"}
+    types = []
+    for layer in range(fields["num_hidden_layers"]):
+        kinds = [kind for kind, part in parts.items() if f"blk.{layer}.{part}.weight" in file.tensors]
+        if not kinds:
+            raise NotCovered(f"layer {layer} has none of {', '.join(parts.values())}")
+        types.append(kinds[0])
+    inner, heads, hidden = get("ssm.inner_size"), get("ssm.time_step_rank"), fields["hidden_size"]
+    groups, state, kernel = get("ssm.group_count"), get("ssm.state_size"), get("ssm.conv_kernel")
+    if not 0 < groups <= heads or heads % groups or inner % heads:
+        raise NotCovered(f"its Mamba-2 layers have {heads} heads, {groups} groups and {inner} values")
+    if file.metadata["general.architecture"] in NEMOTRON:
+        return {
+            "layers_block_type": types,
+            "layer_norm_epsilon": fields["rms_norm_eps"],
+            "mamba_num_heads": heads,
+            "mamba_head_dim": inner // heads,
+            "n_groups": groups,
+            "ssm_state_size": state,
+            "conv_kernel": kernel,
+        }
+    if inner % hidden:
+        raise NotCovered(f"its Mamba-2 layers have {inner} values, no multiple of its {hidden} hidden numbers")
+    granite = {field: get(key, default) or default for field, (key, default) in GRANITE_SCALES.items()}
+    return granite | {
+        "attention_multiplier": get("attention.scale", 0.0) or fields["head_dim"] ** -0.5,
+        "layer_types": types,
+        "position_embedding_type": "rope" if get("rope.scaling.finetuned", True) else None,
+        "shared_intermediate_size": get("expert_shared_feed_forward_length", 0) or fields["intermediate_size"],
+        "num_local_experts": 0,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": state,
+        "mamba_d_conv": kernel,
+        "mamba_expand": inner // hidden,
+    }
+
+
 def convolution_fields(get: Get, fields: Mapping[str, Any], kv_heads: int | list[int]) -> dict[str, Any]:
     """Return the specific fields of LFM2, whose layers without key/value heads are short convolutions."""
     layers = fields["num_hidden_layers"]
@@ -321,9 +371,11 @@ def windowed_types(pattern: int | list[bool], layers: int) -> list[str]:
 
 def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of mixtures of experts. In LFM2 the first layers have none, in others all have."""
-    count, chosen, sigmoid = get("expert_count"), get("expert_used_count"), name == "lfm2moe"
-    dense = get("leading_dense_block_count", 0) if sigmoid else 0
-    first, fused = (f"blk.{dense}.ffn_{part}_exps.weight" for part in ("gate", "gate_up"))
+    count, chosen = get("expert_count"), get("expert_used_count")
+    sigmoid, plain = name in ("lfm2moe", "nemotron_h_moe"), name == "nemotron_h_moe"
+    dense = get("leading_dense_block_count", 0) if name == "lfm2moe" else 0
+    dense = fields["layers_block_type"].index("moe") if plain and "moe" in fields["layers_block_type"] else dense
+    first, fused = (f"blk.{dense}.ffn_{part}_exps.weight" for part in ("up" if plain else "gate", "gate_up"))
     if name == "gemma4" and fused in file.tensors:
         first = fused
     if first not in file.tensors:
@@ -339,6 +391,20 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     if not sigmoid and (scale != 1 or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX)):
         raise NotCovered("its router does not choose by a softmax")
     inner = get("expert_feed_forward_length", 0) or fields["intermediate_size"] // chosen
+    if plain:
+        if not get("expert_weights_norm", True) or get("expert_group_count", 1) > 1 or get("moe_latent_size", 0):
+            raise NotCovered(
+                "its experts read a latent projection, are chosen by group, or their shares are not normed"
+            )
+        return {
+            "n_routed_experts": count,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": inner,
+            "moe_shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+            "routed_scaling_factor": scale,
+        }
+    if name == "granitehybrid":
+        return {"num_local_experts": count, "num_experts_per_tok": chosen, "intermediate_size": inner}
     if name == "gpt-oss":
         return {"num_local_experts": count, "num_experts_per_tok": chosen, "intermediate_size": inner}
     if name == "gemma4":

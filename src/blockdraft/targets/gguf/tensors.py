@@ -20,7 +20,7 @@ from blockdraft.formats.gguf.blocks import empty_interleaved
 from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import StoredTensor, stored
 from blockdraft.kernels.cpu.library import Library
-from blockdraft.nn.decoder_config import DecoderConfig, Rope
+from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Rope
 from blockdraft.nn.packed import PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
@@ -31,8 +31,16 @@ SIMILAR_KINDS = {"Q4_K", "Q5_K", "Q6_K"}  # types that the library also packs fo
 PACKED_KINDS = SIMILAR_KINDS | {"MXFP4", "Q4_0", "Q4_1", "Q8_0"}  # types that the library packs
 HALF_EXPONENTS = (104, 143)  # of scales in MXFP4 that are exact in float16
 GATE_UP = "blk.0.ffn_gate_up_exps.weight"  # Gemma 4's, where the file does not hold two matrices
-LOGARITHM = ".linear_attn.A_log"
-INTERLEAVED = ("llama", "granite", "mistral3", "smollm3")  # architectures that rotate neighbouring channels together
+LOGARITHM = ".A_log"
+INTERLEAVED = (
+    "llama",
+    "granite",
+    "granitehybrid",
+    "mistral3",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "smollm3",
+)  # architectures that rotate neighbouring channels together
 # Parts of our names, and what the converter has for them.
 SHOWN = (
     (".dt_bias", ".dt_proj.bias"),
@@ -170,6 +178,16 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
     return _weights(file, config, config.tensor_shapes(), range(len(config.layers)))
 
 
+def _same_values(tensor: GGUFTensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor holds the values of this shape in order.
+
+    The converter drops and adds dimensions of one, and splits norms of Mamba-2 into groups.
+    """
+    one_row = len([size for size in shape if size != 1]) == 1 and tensor.kind in FLOATS
+    alike = tensor.shape == tuple(size for size in shape if size != 1)
+    return alike or (one_row and math.prod(tensor.shape) == math.prod(shape))
+
+
 def layer_weights(file: GGUFFile, config: DecoderConfig, layer: int) -> GGUFWeights:
     """Return the tensors of one layer. Errors as in `decoder_weights`."""
     check_kinds(file)
@@ -189,7 +207,7 @@ def _weights(
         tensor = file.tensors[theirs]
         if expert is not None and config.experts is not None:
             shape = (config.experts.count, *shape)
-        elif tensor.shape == tuple(size for size in shape if size != 1):  # the converter drops such dimensions
+        elif _same_values(tensor, shape):
             tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise NotCovered(f"{theirs} has the shape {list(tensor.shape)} instead of {list(shape)}")
@@ -211,7 +229,7 @@ def row_orders(architecture: str, config: DecoderConfig) -> dict[str, Tensor]:
     if architecture in INTERLEAVED:
         counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         orders = {part: paired(heads * config.head_dim, heads) for part, heads in counts.items()}
-    net = config.delta_net
+    net = config.recurrent_net
     if net is not None and net.joint_gates:  # files have both gates of a key head side by side
         rows = torch.arange(2 * net.value_heads).view(net.key_heads, 2, -1)
         orders["in_proj_ba"] = rows.transpose(0, 1).flatten()
@@ -289,16 +307,18 @@ def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
         if factors.shape != (config.rotated // 2,):
             raise NotCovered(f"{ROPE_FACTORS} has the shape {list(factors.shape)} instead of [{config.rotated // 2}]")
         layers = tuple(replace(kind, rope=_slowed(kind.rope, factors)) for kind in layers)
-    net, experts = config.delta_net, config.experts
+    net, experts = config.recurrent_net, config.experts
+    if isinstance(net, DeltaNet):
+        joint_gates = any(".ssm_ba." in name for name in file.tensors)  # Qwen3-Next
+        net = replace(net, tiled=not joint_gates, joint_gates=joint_gates)
     if experts is not None:
         experts = replace(experts, fused=GATE_UP in file.tensors)
-    joint_gates = any(".ssm_ba." in name for name in file.tensors)  # Qwen3-Next
     biased = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     return replace(
         config,
         layers=layers,
         norm_plus_one=False,
-        delta_net=None if net is None else replace(net, tiled=not joint_gates, joint_gates=joint_gates),
+        recurrent_net=net,
         experts=experts,
         qkv_bias=biased["attn_q"],
         output_bias=biased["attn_output"],

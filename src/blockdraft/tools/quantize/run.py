@@ -18,10 +18,10 @@ from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.decoder import rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm
-from blockdraft.nn.delta_net import Ancestry, TreeRecurrence
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight, best_group, check_group
 from blockdraft.nn.quantize_weight import quantize_weight, quantize_weight_gptq
+from blockdraft.nn.recurrent_mixer import Ancestry, TreeRecurrence
 from blockdraft.targets import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.tools.quantize.text import Text
@@ -127,7 +127,7 @@ def quantization_config(source: OpenCheckpoint, settings: QuantizeSettings, grou
     own_head = not source.wanted.tied_head
     if settings.tables == "8":
         groups["group_1"] = rounding(["re:.*embed_tokens$", *(["lm_head"] if own_head else [])], TABLE_BITS)
-    net = source.wanted.delta_net
+    net = source.wanted.recurrent_net
     gates = [] if net is None else [f"re:.*{name}$" for name in net.gates]
     return {
         "quant_method": "compressed-tensors",
@@ -209,9 +209,9 @@ class LayerwiseForward:
         for begin in range(0, len(states), batch):
             some = states[begin : begin + batch]
             store: Memory = torch.zeros(len(some), 2 * config.num_kv_heads, self.length, config.head_dim)
-            if layer.delta_net is not None:
-                ancestry = Ancestry.of_chains(len(some), self.length, layer.delta_net.config.kernel)
-                store = TreeRecurrence(layer.delta_net.empty(len(some)), ancestry)
+            if layer.recurrent_mixer is not None:
+                ancestry = Ancestry.of_chains(len(some), self.length, layer.recurrent_mixer.config.kernel)
+                store = TreeRecurrence(layer.recurrent_mixer.empty(len(some)), ancestry)
             angles, mask = self._angles[layer.rope], self._masks[layer.mask]
             rows = layer(some.flatten(0, 1), angles, torch.arange(self.length), mask, store)
             out[begin : begin + batch] = rows.view_as(some)

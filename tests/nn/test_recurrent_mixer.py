@@ -6,7 +6,7 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import chain_parents, tree_mask
 from blockdraft.nn.decoder_config import DeltaNet
-from blockdraft.nn.delta_net import CHUNK, Entering, GatedDeltaNet, corrected, delta_rule, step
+from blockdraft.nn.recurrent_mixer import CHUNK, Entering, GatedDeltaNet, corrected, delta_rule, step
 
 CONFIG = DeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4)
 

@@ -1,11 +1,14 @@
-"""Gated delta nets (arXiv 2412.06464), over all nodes of trees at once or node by node."""
+"""Recurrent layers: gated delta nets (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
+
+They run over all nodes of trees at once, or node by node.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from blockdraft.nn.attention import EXACT_NODES
 from blockdraft.nn.cache import RecurrentState
-from blockdraft.nn.decoder_config import DeltaNet
+from blockdraft.nn.decoder_config import DeltaNet, Mamba2
 
 CHUNK = 64  # nodes of a chain to compute at once; the work grows with their square
 MIN_NORM = 1e-6  # added to the squared lengths of queries and keys to avoid division by zero
@@ -29,37 +32,45 @@ class Entering(NamedTuple):
     keys: Tensor
     values: Tensor
     decays: Tensor  # logarithms of the factors by which the state decays
-    shares: Tensor  # shares of the corrections to apply
+    shares: Tensor  # shares of the corrections to apply, or step sizes of Mamba-2
 
 
 class DeltaRecurrence(Protocol):
     """Recurrence of one layer in one forward pass."""
 
-    def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
-        """Return the outputs of the states at R nodes, `[R, value heads, value_dim]` in float32 or wider.
+    def run(self, net: RecurrentMixer, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
+        """Return the outputs at R nodes, `[R, value heads, value_dim]` in float32 or wider.
 
         Args:
             mixed: Inputs of the convolution, `[R, channels]`.
-            shares, decays: Projections before their non-linearities, `[R, value heads]`.
+            shares, decays: Projections before their non-linearities, `[R, value heads]`; equal in Mamba-2.
         """
 
     def after(self, row: int, nodes: list[int]) -> RecurrentState:
         """Return the state of a sequence after a path; see `nn.cache.After`."""
 
 
-class GatedDeltaNet(nn.Module):
-    """Gated delta net of a layer, between its two projections.
+Config = TypeVar("Config", DeltaNet, Mamba2)
+
+
+class RecurrentMixer(nn.Module, Generic[Config]):
+    """What replaces attention in a recurrent layer, between its two projections.
 
     Args:
         config: Sizes of the net.
-        tensors: Tensors of `DeltaNet.tensors` by name.
+        tensors: Tensors of `config.tensors` by name.
         eps: Epsilon of the norm of the output.
 
     Attributes:
         given: The tensors, as given.
+        corrects: Whether a token replaces what the state holds for its key, and does not only add its value.
+        bias: Bias of the convolution, `[channels]`, or None.
+        skip: Factor on the values that are added to the output, `[value heads, 1]`, or None.
     """
 
-    def __init__(self, config: DeltaNet, tensors: dict[str, Tensor], eps: float) -> None:
+    corrects: bool
+
+    def __init__(self, config: Config, tensors: dict[str, Tensor], eps: float) -> None:
         super().__init__()
         self.config, self.given, self.eps = config, tensors, eps
         self.wide = torch.promote_types(tensors["norm.weight"].dtype, torch.float32)
@@ -71,6 +82,10 @@ class GatedDeltaNet(nn.Module):
         self.register_buffer("fading_bias", tensors["dt_bias"].to(self.wide))
         self.weight: Tensor
         self.register_buffer("weight", tensors["norm.weight"].to(self.wide))
+        self.bias: Tensor | None
+        self.register_buffer("bias", None)
+        self.skip: Tensor | None
+        self.register_buffer("skip", None)
 
     def empty(self, batch: int) -> RecurrentState:
         """Return the state before any token, for `batch` sequences."""
@@ -81,11 +96,31 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(self, x: Tensor, recurrence: DeltaRecurrence) -> Tensor:
-        """Map projected inputs of R nodes to `[R, DeltaNet.values]`.
+        """Map projected inputs of R nodes to `[R, values]`.
 
         Args:
-            x: `[R, n]`, the projections of `DeltaNet.inputs` and of `DeltaNet.gates` side by side.
+            x: `[R, n]`, the projections of `config.inputs` and of `config.gates` side by side.
         """
+        raise NotImplementedError
+
+    def entering(self, convolved: Tensor, shares: Tensor, decays: Tensor) -> Entering:
+        """Return the inputs of the recurrence.
+
+        Args:
+            convolved: Output of the convolution with its bias, `[..., channels]`.
+            shares, decays: As in `DeltaRecurrence.run`.
+        """
+        raise NotImplementedError
+
+    def output(self, read: Tensor, values: Tensor) -> Tensor:
+        """Return the output for what is read from states, `[..., heads, value_dim]`, and the values of this shape."""
+        return read if self.skip is None else read + self.skip * values
+
+
+class GatedDeltaNet(RecurrentMixer[DeltaNet]):
+    corrects = True
+
+    def forward(self, x: Tensor, recurrence: DeltaRecurrence) -> Tensor:
         heads = self.config.value_heads
         sizes = [*self.config.inputs.values(), heads, heads]
         mixed, gate, shares, decays = x.split(sizes, dim=-1)
@@ -94,12 +129,6 @@ class GatedDeltaNet(nn.Module):
         return (out.flatten(-2) * F.silu(gate.to(self.wide))).to(x.dtype)
 
     def entering(self, convolved: Tensor, shares: Tensor, decays: Tensor) -> Entering:
-        """Return the inputs of the recurrence.
-
-        Args:
-            convolved: Output of the convolution, `[..., channels]`.
-            shares, decays: As in `DeltaRecurrence.run`.
-        """
         config = self.config
         keys = config.key_heads * config.key_dim
         heads = F.silu(convolved).split([keys, keys, config.values], dim=-1)
@@ -120,17 +149,46 @@ class GatedDeltaNet(nn.Module):
         return self.config.key_dim, self.config.key_dim, self.config.value_dim
 
 
+class Mamba2Mixer(RecurrentMixer[Mamba2]):
+    """Mamba-2. Step sizes have no limits, as in the published models."""
+
+    corrects = False
+
+    def __init__(self, config: Mamba2, tensors: dict[str, Tensor], eps: float) -> None:
+        super().__init__(config, tensors, eps)
+        self.register_buffer("bias", tensors["conv1d.bias"].to(self.wide))
+        self.register_buffer("skip", tensors["D"].to(self.wide).unsqueeze(-1))
+
+    def forward(self, x: Tensor, recurrence: DeltaRecurrence) -> Tensor:
+        config = self.config
+        gate, mixed, steps = x.split([config.values, config.channels, config.value_heads], dim=-1)
+        out = recurrence.run(self, mixed, steps, steps).flatten(-2) * F.silu(gate.to(self.wide))
+        groups = out.unflatten(-1, (config.key_heads, -1))
+        normed_groups = F.rms_norm(groups, (groups.size(-1),), None, self.eps)
+        return (normed_groups.flatten(-2) * self.weight).to(x.dtype)
+
+    def entering(self, convolved: Tensor, shares: Tensor, decays: Tensor) -> Entering:
+        config = self.config
+        keys, group = config.key_heads * config.key_dim, config.value_heads // config.key_heads
+        values, keys_of, queries = F.silu(convolved).split([config.values, keys, keys], dim=-1)
+        keys_of, queries = (
+            part.unflatten(-1, (config.key_heads, -1)).repeat_interleave(group, dim=-2) for part in (keys_of, queries)
+        )
+        steps = F.softplus(shares.to(self.wide) + self.fading_bias)
+        return Entering(queries, keys_of, values.unflatten(-1, (config.value_heads, -1)), self.fading * steps, steps)
+
+
 def normed(x: Tensor) -> Tensor:
     """Normalize vectors `[..., D]` to length one."""
     return x * (x.square().sum(-1, keepdim=True) + MIN_NORM).rsqrt()
 
 
-def delta_rule(state: Tensor, nodes: Entering, within: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule(state: Tensor, nodes: Entering, within: Tensor, corrects: bool = True) -> tuple[Tensor, Tensor]:
     """Compute the output of the state at each node of trees, after the corrections of its ancestors and its own.
 
     The correction at a node is share * (value - output of the decayed state for the node's key). That state is the one
     before the roots, decayed along the path, plus the corrections of the node's ancestors, decayed since. So all
-    corrections are the solution of one triangular system.
+    corrections are the solution of one triangular system. Without `corrects`, they are share * value.
 
     Args:
         state: State before the roots, `[B, heads, key_dim, value_dim]`.
@@ -144,6 +202,10 @@ def delta_rule(state: Tensor, nodes: Entering, within: Tensor) -> tuple[Tensor, 
     count = keys.size(2)
     faded = (within.to(decays.dtype) @ decays.unsqueeze(-1)).squeeze(-1)  # decay since the state before the roots
     between = (faded.unsqueeze(-1) - faded.unsqueeze(-2)).masked_fill(~within, -torch.inf).exp()
+    if not corrects:
+        corrections = values * shares.unsqueeze(-1)
+        by_queries = (queries @ state) * faded.exp().unsqueeze(-1)
+        return by_queries + (queries @ keys.mT * between) @ corrections, corrections
     asked = torch.cat([keys, queries], dim=2)
     to_keys, to_queries = (asked @ keys.mT).split(count, dim=2)
     by_keys, by_queries = ((asked @ state) * faded.exp().repeat(1, 1, 2).unsqueeze(-1)).split(count, dim=2)
@@ -200,7 +262,7 @@ class TreeRecurrence:
         self.nodes: Entering
         self.corrections: Tensor
 
-    def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
+    def run(self, net: RecurrentMixer, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
         batch, within = len(self.state.recurrence), self.ancestry.within
         self.mixed, shares, decays = (part.view(batch, -1, part.size(-1)) for part in (mixed, shares, decays))
         whole = torch.cat([self.state.convolution, self.mixed], dim=1).to(net.wide)
@@ -208,19 +270,19 @@ class TreeRecurrence:
         taps = zip(self.ancestry.history, net.kernel.flip(0), strict=True)
         convolved = sum(whole[rows, indices] * weight for indices, weight in taps)
         assert isinstance(convolved, Tensor)
-        entering = net.entering(convolved, shares, decays)
+        entering = net.entering(convolved if net.bias is None else convolved + net.bias, shares, decays)
         self.nodes = nodes = Entering(*(part.transpose(1, 2) for part in entering))
         state, outputs, corrections = self.state.recurrence, list[Tensor](), list[Tensor]()
         count = self.mixed.size(1)
         for first, end in pairwise([*range(0, count, within.size(-1)), count]):
             chunk, size = Entering(*(part[:, :, first:end] for part in nodes)), end - first
-            output, correction = delta_rule(state, chunk, within[..., :size, :size])
+            output, correction = delta_rule(state, chunk, within[..., :size, :size], net.corrects)
             outputs.append(output)
             corrections.append(correction)
             if end < count:
                 state = corrected(state, chunk.keys, correction, chunk.decays)
         self.corrections = torch.cat(corrections, dim=2)
-        return torch.cat(outputs, dim=2).transpose(1, 2).flatten(0, 1)
+        return net.output(torch.cat(outputs, dim=2).transpose(1, 2), entering.values).flatten(0, 1)
 
     def after(self, row: int, nodes: list[int]) -> RecurrentState:
         own = slice(row, row + 1)
@@ -251,7 +313,7 @@ class ExactRecurrence:
         self.newest: dict[int, RecurrentState] = {}  # state after the last node of each sequence so far
         self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []  # inputs of the nodes so far
 
-    def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
+    def run(self, net: RecurrentMixer, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
         count = len(self.parents[0])
         out = net.weight.new_zeros(len(mixed), net.config.value_heads, net.config.value_dim)
         self.net = net
@@ -279,13 +341,15 @@ class ExactRecurrence:
 
 
 def step(
-    net: GatedDeltaNet, state: RecurrentState, mixed: Tensor, shares: Tensor, decays: Tensor
+    net: RecurrentMixer, state: RecurrentState, mixed: Tensor, shares: Tensor, decays: Tensor
 ) -> tuple[Tensor, RecurrentState]:
     """Return the output `[heads, value_dim]` and the state after one token, without a batch dimension."""
     window = torch.cat([state.convolution, mixed[None]])
     convolved = (window.to(net.wide) * net.kernel).sum(0)
+    convolved = convolved if net.bias is None else convolved + net.bias
     queries, keys, values, fading, share = net.entering(convolved, shares, decays)
     faded = state.recurrence * fading.exp()[:, None, None]
-    correction = (values - (faded * keys[:, :, None]).sum(1)) * share[:, None]
+    held = (faded * keys[:, :, None]).sum(1) if net.corrects else 0
+    correction = (values - held) * share[:, None]
     behind = faded + keys[:, :, None] * correction[:, None, :]
-    return (behind * queries[:, :, None]).sum(1), RecurrentState(window[1:], behind)
+    return net.output((behind * queries[:, :, None]).sum(1), values), RecurrentState(window[1:], behind)
