@@ -41,7 +41,16 @@ DECODE_FOR = {
     "targets": {"blockdraft.decode.proposal"},
     "drafters": {
         f"blockdraft.decode.{name}"
-        for name in ("proposal", "tree", "merging", "distributions", "sampling", "suffix_index", "prediction")
+        for name in (
+            "proposal",
+            "drafting",
+            "tree",
+            "merging",
+            "distributions",
+            "sampling",
+            "suffix_index",
+            "prediction",
+        )
     },
 }
 

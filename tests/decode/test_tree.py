@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Proposal, depths
-from blockdraft.decode.tree import best_count, best_first, best_of, best_tree, lattice_tree, next_pays
+from blockdraft.decode.tree import best_count, best_first, best_of, best_tree, lattice_tree
 
 ANCHOR = torch.tensor([7])
 
@@ -307,11 +307,3 @@ def test_calibration_scales_what_is_expected() -> None:
         rates = [(2 + calibration * sum(sum(row[:n]) for row in rows)) / seconds[n] for n in range(4)]
         assert best_count(rows, seconds, calibration) == rates.index(max(rates))
     assert best_count(rows, seconds, 0.1) == 0 < best_count(rows, seconds, 1.0)
-
-
-def test_another_draft_token_pays_if_its_tokens_are_worth_its_time() -> None:
-    expected, following = torch.tensor([0.5, 0.0]), torch.tensor([0.25, 0.0])  # the second row gets no draft tokens
-    # Of one draft token a row 2.5 tokens, of two 2.75.
-    assert next_pays(expected, following, 1, [1.0, 1.0, 1.09])
-    assert not next_pays(expected, following, 1, [1.0, 1.0, 1.1])
-    assert not next_pays(expected, following, 1, [1.0, 1.0, 1.09], calibration=0.5)

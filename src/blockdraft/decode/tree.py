@@ -236,20 +236,3 @@ def best_count(path_probs: Sequence[Sequence[float]], step_seconds: Sequence[flo
         gains = row[: len(tokens) - 1]
         tokens[1 : 1 + len(gains)] += calibration * np.asarray(gains)
     return int(np.argmax(tokens.cumsum() / step_seconds[: len(tokens)]))
-
-
-def next_pays(
-    expected_B: Tensor, following_B: Tensor, count: int, step_seconds: Sequence[float], calibration: float = 1.0
-) -> bool:
-    """Return whether one more draft token per sequence pays after chains of `count`.
-
-    Args:
-        expected_B: Float, the expected accepted draft tokens of each sequence.
-        following_B: Float, the probability that one more is accepted with all of them, if the target agrees with it as
-            often as with the last one: the probability that all are, times that of the last one given the others. 1
-            before the first draft token, and 0 for a sequence that gets no more.
-        step_seconds, calibration: As in `Plan`.
-    """
-    now = len(expected_B) + calibration * float(expected_B.sum())
-    more = now + calibration * float(following_B.sum())
-    return more / step_seconds[count + 1] > now / step_seconds[count]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.errors import UsageError
-from blockdraft.formats import Checkpoint, check_fits, read_drafter
+from blockdraft.formats import Borrowed, Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.plugins import kind_modules
@@ -257,6 +257,25 @@ def read_fitting(path: Path, target: Target) -> Checkpoint:
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(checkpoint.config, **sizes)
     return checkpoint
+
+
+def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
+    """Raise a UsageError if a checkpoint's copies of the target's weights come from another model.
+
+    Rows of the embedding and columns of the head are sampled. A head with a draft vocabulary is not compared, because
+    it may have been trained."""
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    if borrowed.embedding is not None:
+        rows = torch.linspace(0, target.vocab_size - 1, 256).long()
+        pairs["embed_tokens.weight"] = borrowed.embedding[rows], target.embed(rows.to(target.device))
+    if borrowed.head is not None and borrowed.kept is None:
+        units = torch.eye(8, target.hidden_size, dtype=target.dtype, device=target.device)
+        pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(units)
+    for name, (ours, theirs) in pairs.items():
+        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
+            raise UsageError(
+                f"{name} of {path} differs from the target's; use the target that the drafter was exported with."
+            )
 
 
 def filled_network(checkpoint: Checkpoint, kind: Callable[[Any], N]) -> N:

@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
-from blockdraft.decode.sampling import best_tokens, draw
-from blockdraft.decode.tree import next_pays
+from blockdraft.decode.drafting import draft_chain
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.cache import KVCache, SequenceState
 from blockdraft.targets import Target, load_target
-from blockdraft.timing import DRAFT_CHOICE, PASS, mark
+from blockdraft.timing import PASS, mark
 from blockdraft.types import Compile
 
 BLOCK_SIZE = 8
@@ -159,56 +157,26 @@ class DraftLMDrafter(Drafter):
     @torch.no_grad()
     def propose(self, state: DraftState, anchor: Tensor, plan: Plan) -> Proposal:
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(ids))) for ids in state.committed]
-        draws = plan.uniforms if isinstance(plan, SampledPlan) else None
-        seconds = plan.step_seconds if draws is None else None
         known = [
             [*committed, token] if free else []
             for committed, token, free in zip(state.committed, anchor.tolist(), room, strict=True)
         ]
-        draft_tokens, dists = [anchor], list[SparseDistribution]()
-        expected = torch.zeros(len(room), device=anchor.device)  # expected accepted draft tokens per sequence
-        survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
-        following = survival  # probability of one more accepted token that is as probable as the last
-        survivals = list[list[float]]()
-        for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
-            if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
-                break
-            if depth == 0:
-                logits = self._read(state, known)
-            else:
-                logits = self._forward(draft_tokens[-1][:, None], state.cache)[:, 0]
-                state.cache.commit([[0] if free > depth else [] for free in room])
-            if draws is not None:
-                dists.append(sparsify(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
-                sampled = draw(dists[-1].probs, draws[:, depth : depth + 1])
-                draft_token = dists[-1].ids[:, 0].gather(1, sampled.to(anchor.device))[:, 0]
-            else:
-                draft_token = best_tokens(logits)
-            if seconds:
-                acceptance_prob = logits.float().softmax(dim=-1).gather(-1, draft_token[:, None])[:, 0]
-            if seconds:
-                within = torch.tensor([free > depth for free in room], device=anchor.device)
-                survival = survival * within * acceptance_prob
-                following = survival * acceptance_prob
-                expected += survival
-                survivals.append(survival.tolist())
-            draft_tokens.append(draft_token)
-        made = len(draft_tokens) - 1
-        tokens = torch.stack(draft_tokens, dim=1)
-        if made:  # the model has not read the last draft token
-            read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
+        drafted = 0
+
+        def next_logits(tokens: Tensor) -> Tensor:
+            nonlocal drafted
+            drafted += 1
+            if drafted == 1:
+                return self._read(state, known)
+            logits = self._forward(tokens[:, None], state.cache)[:, 0]
+            state.cache.commit([[0] if free >= drafted else [] for free in room])
+            return logits
+
+        proposal = draft_chain(anchor, plan, room, next_logits)
+        if drafted:  # the model has not read the last draft token
+            read = [ids[: min(free, drafted)] for ids, free in zip(proposal.tokens.tolist(), room, strict=True)]
             state.record(state.committed, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
-        past = torch.arange(made + 1) > torch.tensor(room)[:, None]
-        parents = chain(tokens).parents.masked_fill(past, -1)
-        if not dists:
-            if not seconds:
-                return Proposal(tokens, parents)
-            acceptance_probs = tuple(tuple(step[index] for step in survivals[:free]) for index, free in enumerate(room))
-            return Proposal(tokens, parents, expected=tuple(expected.tolist()), acceptance_probs=acceptance_probs)
-        sampled_from = SparseDistribution(
-            torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
-        )
-        return Proposal(tokens, parents, chain_q(sampled_from, made, plan.params))
+        return proposal
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:
@@ -248,14 +216,13 @@ class DraftLMDrafter(Drafter):
         If the two models' embeddings are padded to different sizes, a token that the draft model lacks is read as its
         last one. The tokenizer never produces such a token.
         """
-        mark(DRAFT_CHOICE)
         known = tokens.clamp(max=self.model.vocab_size - 1)
         logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
         mark(PASS)
         return logits[..., : self._vocab_size]
 
 
-def load(path: Path, target: Target) -> DraftLMDrafter:
+def load_draft_lm(path: Path, target: Target) -> DraftLMDrafter:
     dtype = None if is_gguf(path) else target.dtype  # a GGUF file has a dtype of its own
     # On a GPU a draft model is compiled where its target is.
     is_eager = target.device.type == "cuda" and not target.is_compiled
@@ -280,4 +247,4 @@ class CausalLMs(Sequence[str]):
         return len(self._names)
 
 
-DRAFTER = DrafterSpec(load, architectures=CausalLMs())
+DRAFTER = DrafterSpec(load_draft_lm, architectures=CausalLMs())

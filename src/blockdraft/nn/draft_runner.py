@@ -110,7 +110,7 @@ class DraftRunner(Protocol):
             anchor: `[B]` int64.
             draft_tokens: Draft tokens per sequence.
             window: As in `nodes`.
-            seconds, calibration: `step_seconds` and `calibration` of a `Plan`: a chain ends when `next_pays` is false.
+            seconds, calibration: `step_seconds` and `calibration` of a `Plan`: a chain ends as a `GrowingChain`.
 
         Returns:
             Tokens `[B, n]`, anchors first, and with `seconds` each sequence's expected number of accepted draft tokens,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
+from blockdraft.decode.drafting import GrowingChain
 from blockdraft.decode.proposal import TreePlan
-from blockdraft.decode.tree import next_pays
 from blockdraft.drafters import slots_behind
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
@@ -128,17 +128,12 @@ def from_draft(
 ) -> tuple[Tensor, Tensor]:
     """Return a chain of up to five draft tokens, node by node, and the expected number of accepted ones."""
     nodes, tokens = run.nodes(state, 8, 1, window), [anchor]
-    expected, survival, following = torch.zeros(2), torch.ones(2), torch.ones(2)
-    for made in range(5):
-        if seconds is not None and not next_pays(expected, following, made, seconds, calibration):
-            break
+    growing = GrowingChain(torch.ones(2), seconds, calibration)
+    while len(tokens) <= 5 and growing.pays():
         logits = nodes(tokens[-1][:, None])[:, 0].float()
-        acceptance_prob = logits.softmax(-1).amax(-1)
-        survival = survival * acceptance_prob
-        following = survival * acceptance_prob
-        expected = expected + survival
+        growing.add(logits.softmax(-1).amax(-1))
         tokens.append(run.network.kept[logits.argmax(-1)])
-    return torch.stack(tokens, dim=1), expected
+    return torch.stack(tokens, dim=1), growing.expected
 
 
 @pytest.mark.parametrize(

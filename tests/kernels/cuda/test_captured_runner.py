@@ -11,7 +11,7 @@ from thinned import LONG
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from blockdraft.decode.tree import next_pays
+from blockdraft.decode.drafting import GrowingChain
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.kernels.cuda.compiler import Compiler
@@ -47,16 +47,12 @@ def state_of(drafter: Any, lengths: list[int], extra: int = 40) -> Any:
 @torch.no_grad()
 def node_by_node(run: Any, state: Any, anchor: Tensor, seconds: list[float] | None, calibration: float) -> Any:
     nodes, tokens, count = run.nodes(state, 8, 1), [anchor], 5 if seconds is None else min(5, len(seconds) - 1)
-    expected, survival, following = torch.zeros(len(anchor)), torch.ones(len(anchor)), torch.ones(len(anchor))
-    for depth in range(count):
-        if seconds is not None and not next_pays(expected, following, depth, seconds, calibration):
-            break
+    growing = GrowingChain(torch.ones(len(anchor)), seconds, calibration)
+    while len(tokens) <= count and growing.pays():
         probs = nodes(tokens[-1][:, None])[:, 0].float().softmax(-1)
-        survival = survival * probs.amax(-1)
-        following = survival * probs.amax(-1)
-        expected = expected + survival
+        growing.add(probs.amax(-1))
         tokens.append(run.network.kept[probs.argmax(-1)])
-    return torch.stack(tokens, dim=1), expected
+    return torch.stack(tokens, dim=1), growing.expected
 
 
 @pytest.mark.parametrize("costs", COSTS)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from blockdraft.decode.drafting import independent_draft_tokens
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, chain, cut
 from blockdraft.drafters.base import (
     NOISE_SCHEDULE,
@@ -23,7 +24,6 @@ from blockdraft.drafters.base import (
     DrafterSpec,
     check_same_tokens,
 )
-from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.formats.folder import blaming
 from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors

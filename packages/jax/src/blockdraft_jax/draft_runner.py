@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.decode.tree import next_pays
+from blockdraft.decode.drafting import paying_part
 from blockdraft.errors import UsageError
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.draft_network import DraftHost, LayeredNetwork
@@ -195,13 +195,8 @@ class JaxDraftRunner(DraftRunner):
         arrays = self.jax_chain(bucket(draft_tokens), self.context(state), *self._layout.put(arguments))
         tokens, probs = (JaxTensor(array, (batch, draft_tokens)).real for array in arrays)
         mark(PASS)
-        expected, survival, following, count = torch.zeros(batch), torch.ones(batch), torch.ones(batch), 0
-        while seconds and count < draft_tokens and next_pays(expected, following, count, seconds, calibration):
-            survival = survival * probs[:, count]
-            following = survival * probs[:, count]
-            expected, count = expected + survival, count + 1
-        tokens = torch.cat([anchor[:, None], tokens[:, : count if seconds else draft_tokens]], dim=1)
-        return tokens, expected if seconds else None
+        tokens = torch.cat([anchor[:, None], tokens], dim=1)
+        return paying_part(tokens, probs, seconds, calibration) if seconds else (tokens, None)
 
     def nodes(self, state: JaxCache, block_size: int, width: int, window: int | None = None) -> JaxNodes:
         return JaxNodes(self, state, block_size, width, window)

@@ -8,29 +8,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, TreePlan, chain, chain_q, sparsify
-from blockdraft.decode.sampling import best_tokens, draw
-from blockdraft.decode.tree import best_count, best_first, best_tree
+from blockdraft.decode.drafting import independent_draft_tokens
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import (
     NOISE_SCHEDULE,
     NOISE_SCHEDULES,
     DraftCost,
     DrafterSpec,
     RunnerDrafter,
+    check_borrowed,
     filled_network,
     read_fitting,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
-from blockdraft.types import SamplingParams
 
 
 class DFlashDrafter(RunnerDrafter):
@@ -137,56 +133,7 @@ class DFlashDrafter(RunnerDrafter):
         return hidden, logits
 
 
-def independent_draft_tokens(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Return a proposal whose draft tokens are independent of each other, as many as the plan allows.
-
-    Args:
-        anchor: `[B]` int64.
-        logits: `[B, D, V]` of the D positions behind the anchors.
-    """
-    if isinstance(plan, SampledPlan):
-        return sampled_chain(anchor, logits, plan)
-    if isinstance(plan, TreePlan):
-        log_probs = log_probabilities(logits, plan.params)
-        return best_tree(anchor, log_probs, plan.tree_budget, plan.step_seconds, plan.calibration)
-    if plan.step_seconds is None:
-        return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
-    best = log_probabilities(logits, plan.params).max(dim=-1, keepdim=True)
-    return best_first(anchor, best.values, best.indices, plan.block_size - 1, plan.step_seconds, plan.calibration)
-
-
-def sampled_chain(anchor: Tensor, logits: Tensor, plan: SampledPlan) -> Proposal:
-    """Sample draft tokens with `plan.uniforms`, each from the distribution of its position.
-
-    A sequence at temperature 0 gets the argmax, and no distributions. With `plan.step_seconds`, the length is
-    that of the chain of the most probable draft tokens: if it depended on the sample, the output's distribution would
-    change.
-
-    Args:
-        anchor: `[B]` int64.
-        logits: `[B, D, V]`.
-    """
-    dists = sparsify(probabilities(logits, plan.params))
-    draft_tokens = dists.ids.gather(2, draw(dists.probs, plan.uniforms).to(logits.device).unsqueeze(2)).squeeze(2)
-    count = draft_tokens.size(1)
-    if plan.step_seconds is not None:
-        best = log_probabilities(logits, plan.params).amax(dim=-1)
-        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.step_seconds, plan.calibration)
-    tokens = torch.cat([anchor[:, None], draft_tokens[:, :count]], dim=1)
-    return Proposal(tokens, chain(tokens).parents, chain_q(dists, count, plan.params))
-
-
-def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return log probabilities `[B, ..., V]` at each sequence's temperature, or at 1 for temperature 0."""
-    scores = logits.float()
-    temperatures = [p.temperature or 1.0 for p in params]
-    if any(temperature != 1 for temperature in temperatures):
-        scores = scores - scores.amax(dim=-1, keepdim=True)  # avoids overflow at small temperatures
-        scores = scores / torch.tensor(temperatures, device=scores.device).view(-1, *[1] * (scores.ndim - 1))
-    return scores.log_softmax(dim=-1)
-
-
-def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) -> DFlashDrafter:
+def load_dflash(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) -> DFlashDrafter:
     """Load the drafter in a folder of any layout or in a GGUF file."""
     checkpoint = read_fitting(path, target)
     borrowed, head = checkpoint.borrowed, None
@@ -199,27 +146,8 @@ def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) 
     return kind(network, target, path, head, owned=True)
 
 
-def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
-    """Raise a UsageError if a checkpoint's copies of the target's weights come from another model.
-
-    Rows of the embedding and columns of the head are sampled. A head with a draft vocabulary is not compared, because
-    it may have been trained."""
-    pairs: dict[str, tuple[Tensor, Tensor]] = {}
-    if borrowed.embedding is not None:
-        rows = torch.linspace(0, target.vocab_size - 1, 256).long()
-        pairs["embed_tokens.weight"] = borrowed.embedding[rows], target.embed(rows.to(target.device))
-    if borrowed.head is not None and borrowed.kept is None:
-        units = torch.eye(8, target.hidden_size, dtype=target.dtype, device=target.device)
-        pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(units)
-    for name, (ours, theirs) in pairs.items():
-        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
-            raise UsageError(
-                f"{name} of {path} differs from the target's; use the target that the drafter was exported with."
-            )
-
-
 DRAFTER = DrafterSpec(
-    load,
+    load_dflash,
     architectures=("DFlashDraftModel", "DFlashSpeculator"),
     network=DFlashNetwork,
     layouts=("zlab", "speculators"),

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.drafting import log_probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, TreePlan, chain, chain_q
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import DrafterSpec
-from blockdraft.drafters.dflash.drafter import DFlashDrafter, log_probabilities
-from blockdraft.drafters.dflash.drafter import load as load_dflash
+from blockdraft.drafters.dflash.drafter import DFlashDrafter, load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Network
 from blockdraft.targets import Target
@@ -108,12 +108,12 @@ def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, 
     return log_probabilities(torch.cat([scores_BDKK, rest_BDK1], dim=-1), plan.params)[..., :-1]
 
 
-def load(path: Path, target: Target) -> DFlashDrafter:
+def load_dflash2(path: Path, target: Target) -> DFlashDrafter:
     return load_dflash(path, target, DFlash2Drafter)
 
 
 DRAFTER = DrafterSpec(
-    load,
+    load_dflash2,
     architectures=("DFlash2DraftModel",),
     network=DFlash2Network,
     layouts=("zlab",),

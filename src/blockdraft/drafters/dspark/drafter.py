@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.drafting import log_probabilities
 from blockdraft.decode.proposal import (
     Plan,
     Proposal,
@@ -28,8 +29,7 @@ from blockdraft.decode.proposal import (
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import DrafterSpec
-from blockdraft.drafters.dflash.drafter import DFlashDrafter, log_probabilities
-from blockdraft.drafters.dflash.drafter import load as load_dflash
+from blockdraft.drafters.dflash.drafter import DFlashDrafter, load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.drafter import lattice_log_probs
 from blockdraft.drafters.dspark.network import DSparkNetwork
@@ -171,12 +171,12 @@ def calibrated(log_probs: Tensor, acceptance_probs: Tensor) -> Tensor:
     return (log_probs + factor.log()).scatter(-1, rank, acceptance_prob.log())
 
 
-def load(path: Path, target: Target) -> DFlashDrafter:
+def load_dspark(path: Path, target: Target) -> DFlashDrafter:
     return load_dflash(path, target, DSparkDrafter)
 
 
 DRAFTER = DrafterSpec(
-    load,
+    load_dspark,
     architectures=("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel", "DSparkSpeculator"),
     network=DSparkNetwork,
     layouts=("zlab", "speculators"),

@@ -12,12 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
-from blockdraft.decode.sampling import best_tokens, draw
-from blockdraft.decode.tree import best_count, best_of, next_pays
-from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, filled_network, read_fitting
-from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
+from blockdraft.decode.drafting import draft_chain, log_probabilities
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, chain
+from blockdraft.decode.tree import best_count, best_of
+from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, check_borrowed, filled_network, read_fitting
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import find_layout
 from blockdraft.nn.cache import KVCache
@@ -99,33 +97,8 @@ class Eagle3Drafter(RunnerDrafter):
             accepted = None if expected is None else tuple(expected.tolist())
             return Proposal(tokens, chain(tokens).parents, expected=accepted)
         nodes = self.runner.nodes(state, plan.block_size, 1, plan.draft_window)
-        draft_tokens, dists = [anchor], list[SparseDistribution]()
-        expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted draft tokens per sequence
-        survival = following = torch.ones_like(expected)
-        for depth in range(most):
-            if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
-                break
-            mark(DRAFT_CHOICE)
-            logits = nodes(draft_tokens[-1][:, None])
-            if draws is not None:
-                dist = sparsify(probabilities(logits, plan.params))  # [B, 1, K]
-                dists.append(SparseDistribution(self.kept[dist.ids], dist.probs))
-                ranks = draw(dist.probs, draws[:, depth : depth + 1]).to(anchor.device)
-                draft_tokens.append(dists[-1].ids[:, 0].gather(1, ranks)[:, 0])
-                continue
-            if seconds:
-                best = log_probabilities(logits, plan.params)[:, 0].amax(dim=-1)
-                survival = survival * best.exp()
-                following = survival * best.exp()
-                expected += survival
-            draft_tokens.append(self.kept[best_tokens(logits)[:, 0].to(anchor.device)])
-        tokens = torch.stack(draft_tokens, dim=1)
-        if not dists:
-            return Proposal(tokens, chain(tokens).parents, expected=tuple(expected.tolist()) if seconds else None)
-        sampled_from = SparseDistribution(
-            torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
-        )
-        return Proposal(tokens, chain(tokens).parents, chain_q(sampled_from, len(dists), plan.params))
+        rooms = [plan.block_size - 1] * len(anchor)
+        return draft_chain(anchor, plan, rooms, lambda tokens: nodes(tokens[:, None])[:, 0], self.kept)
 
     def _tree(self, nodes: DraftNodes, anchor: Tensor, plan: Plan, width: int) -> Proposal:
         # Of the nodes continued last: log probabilities of their paths, and their indices among all nodes.
@@ -180,7 +153,7 @@ def num_continued(levels: Sequence[Tensor], following: Tensor, plan: Plan, width
     return min(max(counts), width)
 
 
-def load(path: Path, target: Target) -> Eagle3Drafter:
+def load_eagle3(path: Path, target: Target) -> Eagle3Drafter:
     checkpoint = read_fitting(path, target)
     if checkpoint.borrowed is not None:
         check_borrowed(path, checkpoint.borrowed, target)
@@ -188,7 +161,7 @@ def load(path: Path, target: Target) -> Eagle3Drafter:
 
 
 DRAFTER = DrafterSpec(
-    load,
+    load_eagle3,
     architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
     claims=lambda raw: find_layout("eagle3").recognises(raw),
     network=Eagle3Network,

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.drafting import independent_draft_tokens
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, read_network
-from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.formats import find_layout
 from blockdraft.nn.cache import KVCache
@@ -66,12 +66,12 @@ class MedusaDrafter(RunnerDrafter):
         return independent_draft_tokens(anchor, logits, plan)
 
 
-def load(path: Path, target: Target) -> MedusaDrafter:
+def load_medusa(path: Path, target: Target) -> MedusaDrafter:
     return MedusaDrafter(read_network(path, target, MedusaNetwork), target, path, owned=True)
 
 
 DRAFTER = DrafterSpec(
-    load,
+    load_medusa,
     architectures=("MedusaModel",),
     claims=lambda raw: find_layout("medusa").recognises(raw),  # published files name no architecture
     network=MedusaNetwork,

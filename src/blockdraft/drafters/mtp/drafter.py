@@ -35,7 +35,7 @@ class MTPDrafter(Eagle3Drafter):
         return super().weight_bytes() + sum(product.nbytes for product in products if product.bits is not None)
 
 
-def load(path: Path | None, target: Target) -> MTPDrafter:
+def load_mtp(path: Path | None, target: Target) -> MTPDrafter:
     """Load the head in a folder; None is the target's folder or GGUF file."""
     if path is None:
         return MTPDrafter(own_head(target), target)
@@ -95,7 +95,7 @@ def _of_decoder(head: DecoderHead) -> DecoderMTPNetwork:
 
 
 DRAFTER = DrafterSpec(
-    load,
+    load_mtp,
     architectures=("MTPDraftModel",),
     by_name=True,
     network=MTPNetwork,

@@ -819,7 +819,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
     return 0;
 }
 
-/* Return whether one more draft token per row saves time, as `next_pays` of decode/tree.py. */
+/* Return whether one more draft token per row saves time, as `GrowingChain` of decode/drafting.py. */
 static int pays(const Chain *c, i64 batch) {
     double now = batch, more = batch;
     for (i64 row = 0; row < batch; row++) {

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockdraft.decode.tree import next_pays
+from blockdraft.decode.drafting import paying_part
 from blockdraft.kernels.cuda.compiler import SEVERAL, compiled
 from blockdraft.kernels.cuda.graphs import CapturedHost, Graphs, place, scratch
 from blockdraft.nn.attention import grouped_mask
@@ -147,7 +147,7 @@ class CapturedDraftRunner(TorchDraftRunner):
         tokens, probs = results
         mark(PASS)
         tokens = torch.cat([anchor[:, None], tokens], dim=1)
-        return (tokens, None) if seconds is None else _cut(tokens, probs, seconds, calibration)
+        return (tokens, None) if seconds is None else paying_part(tokens, probs, seconds, calibration)
 
     def _level(
         self, tokens: Tensor, hidden_state: Tensor, slots: Tensor, *stores: Tensor
@@ -182,23 +182,3 @@ class CapturedDraftRunner(TorchDraftRunner):
         best = logits.argmax(dim=-1)
         prob = logits.float().softmax(dim=-1).gather(1, best[:, None])[:, 0]
         return self._kept[best], prob, self.network.fed_on(hidden)
-
-
-def _cut(tokens: Tensor, probs: Tensor, seconds: Sequence[float], calibration: float) -> tuple[Tensor, Tensor]:
-    """Return the part of chains that pays, and the expected number of accepted draft tokens of each.
-
-    Args:
-        tokens: `[B, 1 + n]`, anchors first.
-        probs: Probabilities `[B, n]` of the draft tokens.
-        seconds, calibration: As in `DraftRunner.chain`.
-    """
-    probs = probs.cpu()
-    expected = torch.zeros(len(tokens))
-    survival = following = torch.ones_like(expected)
-    for depth in range(probs.size(1)):
-        if not next_pays(expected, following, depth, seconds, calibration):
-            return tokens[:, : depth + 1], expected
-        survival = survival * probs[:, depth]
-        following = survival * probs[:, depth]
-        expected = expected + survival
-    return tokens, expected

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters.base import NOISE_SCHEDULES, DrafterSpec
-from blockdraft.drafters.dflash.drafter import DFlashDrafter
-from blockdraft.drafters.dflash.drafter import load as load_dflash
+from blockdraft.drafters.dflash.drafter import DFlashDrafter, load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
