@@ -165,6 +165,7 @@ def test_objects_of_different_keys_in_data(tmp_path: Path) -> None:
     assert found == calls
 
 
+OBJECT_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
 
 
@@ -179,11 +180,61 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
         ([CHAT[0], {"role": "assistant", "content": "", "tool_calls": 5}, CHAT[0]], "not a list of calls"),
         ([{"role": None, "content": "x"}], r"messages\.0\.role is missing"),
         ([CHAT[0], "hi"], "is a dict of role and content|give an object"),
+        ([{"role": "user", "content": b"hi"}], r"messages\.0\.content must be a text, or a list of parts"),
+        ([{"role": "user", "content": 5}], r"messages\.0\.content must be a text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "must be a text, or a list of parts"),
+        ([{"role": "user", "content": [{"type": "image", "text": "a caption"}]}], "must be a text, or a list of parts"),
+        ([CHAT[0], {**CHAT[1], "reasoning_content": b"x"}, CHAT[0]], r"messages\.1\.reasoning_content must be a text"),
+        (
+            [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "kwargs": {}}}]}],
+            "'kwargs' and no",
+        ),
+        (
+            [CHAT[0], {"role": "assistant", "tool_calls": [OBJECT_CALL]}, CHAT[0]],
+            "hold tool_calls, which the chat temp",
+        ),
     ],
 )
 def test_malformed_messages_in_python_are_named(target: Target, chat: Any, message: str) -> None:
     with Engine(target) as engine, pytest.raises(UsageError, match=message):
         engine.generate([chat], SamplingParams(max_new_tokens=2))
+
+
+def test_messages_as_other_libraries_make_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Fields that are None are absent, contents may be parts, and arguments may have another name."""
+    parts = [{"type": "text", "text": "Why"}, "now?"]
+    empty: dict[str, Any] = {"name": None, "tool_calls": None, "tool_call_id": None, "reasoning_content": None}
+    pairs: list[tuple[Any, Any]] = [
+        ([{"role": "user", "content": "Why\nnow?"}], [{"role": "user", "content": parts, **empty}]),
+        ([{"role": "user", "content": "Why\nnow?"}], [{"role": "user", "content": tuple(parts)}]),
+        ([CHAT[0], {"role": "assistant", "content": ""}], [CHAT[0], {"role": "assistant", "content": None, **empty}]),
+        ([CHAT[0], {"role": "tool", "content": ""}], [CHAT[0], {"role": "tool"}]),
+    ]
+    for plain, given in pairs:
+        assert encode_chat(tokenizer, given, chat_template=CHATML) == encode_chat(
+            tokenizer, plain, chat_template=CHATML
+        )
+    template = CHATML.replace("message.content", "message.content + (message.tool_calls | default('') | tojson)")
+    texts = set[str]()
+    for name in ("arguments", "parameters", "input", "args"):
+        for arguments in ({"a": 1}, '{"a": 1}'):
+            call = {"id": "1", "type": "function", "function": {"name": "f", name: arguments}}
+            chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}, CHAT[0]]
+            texts.add(str(tokenizer.decode(encode_chat(tokenizer, chat, chat_template=template))))
+    assert len(texts) == 1 and '"arguments": {"a": 1}' in texts.pop()
+
+
+def test_data_loses_no_tools(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
+    """A template without tools or calls drops them, and the drafter would learn responses to other prompts."""
+    call = {"role": "assistant", "content": "", "tool_calls": [OBJECT_CALL]}
+    encoder = ChatEncoder(tokenizer, END)
+    with pytest.raises(UsageError, match="the chat template takes no tools"):
+        encoder.chat(CHAT, [{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(UsageError, match="hold tool_calls, which the chat template would drop"):
+        encoder.chat([CHAT[0], call])
+    for _ in range(2):
+        encoder.chat([CHAT[0], {**CHAT[1], "reasoning_content": "Hm.", "topic": 3}])
+    assert caplog.text.count("Fields of messages that the chat template drops: reasoning_content, topic.") == 1
 
 
 @pytest.mark.parametrize("ends", [[2, -1], [2, 10**6], [2, 4294967295]])

@@ -16,7 +16,7 @@ from blockdraft.models.places import TINY
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.settings import read_settings
 from blockdraft.targets import load_target, load_target_text
-from blockdraft.text_files import MARK, POINTER, read_json, read_text
+from blockdraft.text_files import MARK, POINTER, read_json, read_text, refuse_pointer
 
 CONTENT = POINTER + b"v1\noid sha256:" + b"0" * 64 + b"\nsize 12345678\n"
 
@@ -90,6 +90,13 @@ def test_other_pointers_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(CONTENT)
         with pytest.raises(UsageError, match=rf"{name}.*(is a pointer of Git LFS|git lfs pull)"):
             load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt", "tokenizer.model", "chat_template.jinja"])
+def test_any_pointer_in_a_folder_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(CONTENT)
+    with pytest.raises(UsageError, match=rf"{name} is a pointer of Git LFS"):
+        refuse_pointer(tmp_path)
 
 
 def test_a_pointer_that_nothing_needs_is_no_fault(target: Path) -> None:

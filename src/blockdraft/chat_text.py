@@ -11,6 +11,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Markers of messages in responses of gpt-oss, in the format Harmony. They are special tokens, and part of the text.
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
 HARMONY_ENDS = re.compile(r"<\|(?:end|call|return)\|>")
+TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")  # of parts of contents
+ARGUMENTS = ("arguments", "parameters", "input", "args")  # names that programs give the arguments of a call
 # Digits survive all that templates do to texts, and no client knows them.
 SHIELD = "".join(str(secrets.randbelow(10)) for _ in range(24))
 _specials: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
@@ -53,7 +56,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template: str | None = None,
-    text_arguments: bool = False,
+    lenient: bool = False,
     **variables: Any,
 ) -> str:
     """Return the text of a chat, in which `SHIELD` breaks the special tokens that messages spell.
@@ -67,8 +70,8 @@ def render_chat(
         continue_final_message: Whether the text ends inside of the last message, so that the model continues it. Then
             `add_generation_prompt` must be False.
         chat_template: Template; None is that of the tokenizer.
-        text_arguments: Whether arguments of tool calls that are not a JSON object are given to the template as text.
-            Otherwise they are refused.
+        lenient: Whether arguments of tool calls that are no JSON object are given to the template as text, and tools
+            and calls also to a template that drops them. Otherwise all of these are refused.
         variables: More variables of the template, such as `enable_thinking`.
 
     Raises:
@@ -77,7 +80,9 @@ def render_chat(
     if chat_template is None and tokenizer.chat_template is None:
         raise UsageError("The target has no chat template; send the prompt as text, or add --chat-template FILE.")
     specials = _special_tokens(tokenizer)
-    prepared = _prepare(messages, text_arguments)
+    prepared = _prepare(messages, lenient)
+    if not lenient:
+        _check_dropped(str(chat_template or tokenizer.chat_template), prepared, tools)
     if harmony_ids(tokenizer):
         prepared = [_as_harmony(message) for message in prepared]
     try:
@@ -130,18 +135,19 @@ def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[
     return ids, [(starts[start], starts[stop]) for start, stop in encoded.offsets]
 
 
-def _prepare(messages: Sequence[Mapping[str, Any]], text_arguments: bool) -> list[dict[str, Any]]:
+def _prepare(messages: Sequence[Mapping[str, Any]], lenient: bool) -> list[dict[str, Any]]:
     """Return messages as chat templates take them, or raise a UsageError if one is malformed."""
     prepared = list[dict[str, Any]]()
     for number, message in enumerate(messages):
         _check_message(f"messages.{number}", message)
-        message = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+        message = {key: value for key, value in message.items() if value is not None}
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
+        message["content"] = content_text(f"messages.{number}.content", message.get("content", ""))
         if message.get("tool_calls"):
             place = f"messages.{number}.tool_calls"
-            message["tool_calls"] = [_with_object(place, call, text_arguments) for call in message["tool_calls"]]
+            message["tool_calls"] = [_with_object(place, call, lenient) for call in message["tool_calls"]]
         last = prepared[-1] if prepared else {}
-        leading = len(prepared) == 1 and last["role"] == message["role"] == "system"
-        if leading and isinstance(last["content"], str) and isinstance(message["content"], str):
+        if len(prepared) == 1 and last["role"] == message["role"] == "system":
             prepared[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
         else:
             prepared.append(message)
@@ -158,9 +164,61 @@ def _check_message(place: str, message: Any) -> None:
         raise UsageError(f'{place}.role is missing; give one, such as "user".')
     if message.get("content") is None and role not in ("assistant", "tool"):
         raise UsageError(f"{place}.content is missing; a message of role {role} needs one.")
+    if not isinstance(message.get("reasoning_content") or "", str):
+        raise UsageError(f"{place}.reasoning_content must be a text, got {str(message['reasoning_content'])[:80]}.")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise UsageError(f"{place}.tool_calls is not a list of calls; give each as an object with function.")
+
+
+def _check_dropped(template: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+    """Raise a UsageError if a chat template would drop tools or tool calls."""
+    if tools and "tools" not in template:
+        raise UsageError("tools is given, and the chat template takes no tools; leave them out, or use another one.")
+    if "tool_calls" not in template and any(message.get("tool_calls") for message in messages):
+        raise UsageError("messages hold tool_calls, which the chat template would drop; use one that takes them.")
+
+
+def content_text(place: str, content: Any) -> str:
+    """Return the text of a content, which may be a list of parts.
+
+    Args:
+        place: Name of the content in error messages.
+
+    Raises:
+        UsageError: The content or one of its parts is no text.
+    """
+    texts = [_part_text(part) for part in (content if isinstance(content, list | tuple) else [content])]
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{place} must be a text, or a list of parts of text, got {str(content)[:80]}.")
+    return "\n".join(texts)
+
+
+def _part_text(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    is_text = part.get("type", "text") in TEXT_TYPES
+    return (part.get("text") if part.get("text") is not None else part.get("refusal")) if is_text else None
+
+
+def call_arguments(place: str, function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a tool call, which some programs name otherwise: an object, a text, or {} without any.
+
+    Args:
+        place: Name of the call in error messages.
+        function: The function of the call, with its name.
+
+    Raises:
+        UsageError: There are several arguments, or those of an unknown name.
+    """
+    present = {key: value for key, value in function.items() if value is not None}
+    given = [present[key] for key in ARGUMENTS if present.get(key) not in (None, "", {}, [])]
+    unknown = [key for key, value in present.items() if key not in ARGUMENTS and isinstance(value, Mapping)]
+    if any(value != given[0] for value in given[1:]):
+        raise UsageError(f"{place} holds several of {', '.join(ARGUMENTS)}, which differ; give one of them.")
+    if unknown and not any(key in present for key in ARGUMENTS):
+        raise UsageError(f"{place} holds {unknown[0]!r} and no arguments; name these so.")
+    return given[0] if given else {}
 
 
 def harmony_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -188,20 +246,22 @@ def _as_harmony(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content} | ({"thinking": thinking} if thinking else {})
 
 
-def _with_object(place: str, call: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+def _with_object(place: str, call: Mapping[str, Any], lenient: bool) -> dict[str, Any]:
     """Return a tool call whose arguments are an object instead of a JSON text. Arguments are those of `render_chat`."""
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
         return dict(call)
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        if text_arguments:
-            return dict(call)
+    arguments = call_arguments(place, function)
+    call = {**call, "function": {key: value for key, value in function.items() if key not in ARGUMENTS}}
+    call["function"]["arguments"] = arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, Mapping):
+        if lenient:
+            return call
         raise UsageError(f"{place} holds arguments that are not a JSON object; give one, as an object or as text.")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

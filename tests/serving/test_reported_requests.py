@@ -520,6 +520,29 @@ def test_a_cut_call_does_not_end_the_conversation(
         assert "an earlier call of write" in answer.json()["warnings"][0] and "write" in caplog.text
 
 
+WITHOUT_CALLS = HERMES.replace("{% for call in message.tool_calls %}", "{% for call in [] %}")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
+def test_calls_that_a_template_drops_are_reported(
+    client: Client, set_template: Callable[[str], None], path: str
+) -> None:
+    for template in (WITHOUT_CALLS, HERMES):
+        set_template(template)
+        answer = ask(client, path, tokens=2, **history(path)).json()
+        dropped = [warning for warning in answer["warnings"] if "the model does not see earlier tool calls" in warning]
+        assert len(dropped) == (template == WITHOUT_CALLS)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+@pytest.mark.parametrize("name", ["parameters", "input", "args"])
+def test_arguments_of_another_name_are_refused(shared_client: Client, path: str, name: str) -> None:
+    """They would be ignored, and the model would read a call without arguments."""
+    call = {"type": "function", "function": {"name": "f", name: {"a": 1}}}
+    answer = ask(shared_client, path, messages=[USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER])
+    assert answer.status_code == 400 and f"{name} is not supported by this server; use arguments" in answer.text
+
+
 def test_cut_arguments_are_text_where_the_template_allows_it(
     client: Client, set_template: Callable[[str], None]
 ) -> None:

@@ -30,6 +30,7 @@ from blockdraft.serving.request import (
     ToolCall,
 )
 from blockdraft.serving.schemas import (
+    CALL_ARGUMENTS,
     FORMAT_FIELDS,
     GRAMMAR_FIELDS,
     STORE,
@@ -279,6 +280,9 @@ class GenerateRequest(OllamaSchema):
 
 
 class OllamaFunction(Schema):
+    unsupported = CALL_ARGUMENTS
+    alternatives = dict.fromkeys(CALL_ARGUMENTS, "arguments")
+
     name: str
     arguments: dict[str, Any] | str = Field(default_factory=dict)
 

@@ -23,7 +23,7 @@ from blockdraft.serving.request import ChatMessages, GenerationRequest, Infill
 from blockdraft.serving.schemas import NUM_SEEDS
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.tool_calls import HarmonyParser, OutputParser, grammar_of, parser_of
-from blockdraft.serving.tool_calls.formats import THINK, THINK_END
+from blockdraft.serving.tool_calls.formats import THINK, THINK_END, template_of
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import Grammar, SamplingParams
 
@@ -32,7 +32,7 @@ OTHER_MESSAGE = "\ue000"  # a character that no message begins with
 INFILL_TOKENS = 256  # room for an infill whose request names no `max_tokens`
 RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "messages"}
 RESERVED |= {
-    "text_arguments",
+    "lenient",
     "add_generation_prompt",
     "continue_final_message",
     "return_tensors",
@@ -82,6 +82,12 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
             f"they are, or none if its chat template needs an object."
             for name in _text_calls(prompt.messages)
         ]
+        if "tool_calls" not in template_of(tokenizer_of(engine.target)):
+            warnings += [
+                "messages: the model does not see earlier tool calls, since its chat template takes none."
+                for message in prompt.messages
+                if "tool_calls" in message
+            ][:1]
         ids = encode_rendered(tokenizer_of(engine.target), text)
         if 0 < engine.stored_prefix_tokens < len(ids):
             instructions = count_instructions(engine.target, prompt, ids)
@@ -195,7 +201,7 @@ def render(target: Target, chat: ChatMessages) -> str:
             chat.tools,
             add_generation_prompt=not continues and chat.add_generation_prompt is not False,
             continue_final_message=continues,
-            text_arguments=True,
+            lenient=True,
             **chat.template,
         )
 

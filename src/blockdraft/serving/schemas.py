@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
+from blockdraft.chat_text import ARGUMENTS, TEXT_TYPES
 from blockdraft.errors import UsageError
 from blockdraft.serving.json_schemas import close
 from blockdraft.types import MAX, MAX_SEED, Bias, Grammar, Penalty, Positive, SamplingParams, Share, TopP
@@ -21,7 +22,6 @@ MAX_CHOICES = 128
 NUM_SEEDS = MAX_SEED + 1
 MAX_ITEMS = 10_000  # entries of a list, token ids aside
 MAX_TABLE = 1024  # entries of `logit_bias` and `stop_token_ids`, which every decoding step goes through
-TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 # Fields in which the APIs and other servers take a schema of the output, each with values that ask for text.
 FORMAT_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("format", "output_config", "output_format", "json_schema", "structured_outputs"), ()),
@@ -263,6 +263,7 @@ def tool_call(call_id: str, name: str, arguments: dict[str, Any] | str) -> dict[
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+CALL_ARGUMENTS: dict[str, tuple[Any, ...]] = dict.fromkeys(ARGUMENTS[1:], ())  # for what OpenAI's APIs call arguments
 # Where Anthropic's API and the Model Context Protocol have the schema of a tool, and OpenAI's APIs `parameters`.
 FOREIGN_PARAMETERS = ("input_schema", "inputSchema")
 

@@ -76,14 +76,59 @@ def test_accepted_forms(raw: dict[str, Any], record: object) -> None:
         {"tool_calls": [CALL]},
         {"tool_calls": [{"type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]},
         {"role": None, "from": "function_call", "value": json.dumps(CALL)},
+        {"role": None, "from": "function_call", "value": json.dumps([CALL])},
+        {"role": "assistant", "from": "gpt", "function_call": CALL, "tool_calls": []},
+        {"tool_calls": [{"type": "function", "function": CALL}], "function_call": CALL},
+        {"tool_calls": json.dumps([CALL]), "function_call": ""},
+        {"tool_calls": [{"function": {"name": "weather"}, "arguments": CALL["arguments"]}]},
+        *({"tool_calls": [{"name": "weather", key: CALL["arguments"]}]} for key in ("parameters", "input", "args")),
+        {"tool_calls": [{"name": "weather", "arguments": "", "input": CALL["arguments"]}]},
     ],
 )
 @pytest.mark.parametrize(
-    "tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"] | {"strict": True, "description": None}]]
+    "tools",
+    [[TOOL], json.dumps([TOOL]), [TOOL["function"] | {"strict": True, "description": None}]]
+    + [[{"name": "weather", key: {"type": "object"}}] for key in ("input_schema", "inputSchema")]
+    + [[{"type": "function", "function": {"name": "weather"}, "parameters": '{"type": "object"}'}]],
 )
 def test_forms_of_tool_calls(calls: dict[str, Any], tools: object) -> None:
     raw = {"messages": [MESSAGES[0], {"role": "assistant", **calls}], "tools": tools}
     assert parse_record(raw, PLAIN) == CALLS
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": [TOOL]}, {"functions": [TOOL["function"]]}, {"tools": [TOOL], "functions": []}]
+)
+def test_tools_belong_to_every_form_of_chat(fields: dict[str, Any]) -> None:
+    for raw in ({"prompt": "q", "response": "a"}, {"turns": ["q"]}, {"messages": MESSAGES}):
+        record = parse_record(raw | fields, PLAIN)
+        assert isinstance(record, ChatRecord) and record.tools == [TOOL], raw
+    with pytest.raises(ValueError, match="'tools' and 'functions' differ|the field '(tools|functions)'"):
+        parse_record(
+            {"text": "t", **fields} if len(fields) == 1 else {"prompt": "q", "tools": [TOOL], "functions": [{}]}, PLAIN
+        )
+
+
+def test_reasoning_beside_a_response() -> None:
+    expected = ChatRecord([MESSAGES[0], MESSAGES[1] | {"reasoning_content": "Hm."}])
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        assert parse_record({"prompt": "q", "response": "a", name: "Hm."}, PLAIN) == expected
+        assert parse_record({"messages": [MESSAGES[0], MESSAGES[1] | {name: "Hm."}]}, PLAIN) == expected
+    assert parse_record({"prompt": "q", "thinking": "Hm."}, PLAIN).messages[-1]["content"] is None  # type: ignore[union-attr]
+
+
+CONVERSATION = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+def test_conversations_that_are_given_twice() -> None:
+    for raw in (
+        {"messages": MESSAGES, "conversations": CONVERSATION},
+        {"messages": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES[:1], "prompt": "q"},
+        {"messages": MESSAGES, "turns": 1},
+    ):
+        assert parse_record(raw, PLAIN) == CHAT
+    settings = RecordSettings(response_field="chosen")
+    assert parse_record({"prompt": "q", "chosen": "a", "rejected": "b"}, settings) == CHAT
 
 
 SYSTEM = {"role": "system", "content": "Answer in French."}
@@ -116,11 +161,28 @@ def test_former_names_of_tools_and_calls(arguments: Any) -> None:
 
 @pytest.mark.parametrize("name", ["weight", "loss", "loss_mask", "train", "training"])
 def test_turns_that_are_not_learned(name: str) -> None:
-    for value, learned in ((0, []), (False, []), (1, [1]), (True, [1]), (1.0, [1])):
+    for value, learned in (
+        (0, []),
+        (False, []),
+        (1, [1]),
+        (True, [1]),
+        (1.0, [1]),
+        ("0", []),
+        ("False", []),
+        ("1", [1]),
+    ):
         chat = parse_record({"messages": [MESSAGES[0], MESSAGES[1] | {name: value}]}, PLAIN)
         assert response_indices(chat.messages) == learned, (name, value)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=f'"{name}" of a message must be 0, 1, false or true, got 0.5'):
         parse_record({"messages": [MESSAGES[0], MESSAGES[1] | {name: 0.5}]}, PLAIN)
+    for raw in ({"messages": MESSAGES}, {"prompt": "q", "response": "a"}, {"text": "t"}):
+        for value in (0, 0.0, False, "0", "false"):
+            with pytest.raises(ValueError, match=f'"{name}" is false, which marks a response'):
+                parse_record(raw | {name: value}, PLAIN)
+        with pytest.raises(ValueError, match=f'"{name}" of a record must be 0, 1, false or true, got 0.5'):
+            parse_record(raw | {name: 0.5}, PLAIN)
+        assert parse_record(raw | {name: 1, "label": 1}, PLAIN) == ("t" if "text" in raw else CHAT)
+    assert parse_record({"text": "t", "label": 0}, PLAIN) == "t"  # a class
 
 
 @pytest.mark.parametrize(
@@ -133,7 +195,29 @@ def test_turns_that_are_not_learned(name: str) -> None:
         ({"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}, "field 'chat_template_kwargs'"),
         ({"prompt": "q", "response": "a", "history": [["x", "y"]]}, "field 'history'"),
         ({"prompt": "q", "response": "a", "input": "z"}, "field 'input'"),
-        ({"messages": MESSAGES, "label": False}, '"label" is false'),
+        *(({"messages": MESSAGES, "label": label}, '"label" is false') for label in (False, 0, 0.0, "false", "0")),
+        ({"messages": MESSAGES, "documents": [{"text": "x"}]}, "field 'documents'"),
+        ({"messages": MESSAGES, "mask": [0, 1]}, "field 'mask'"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"mask": 0}]}, "field 'mask'"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"masked": False}]}, "field 'masked'"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"from": "human"}]}, "'role' and 'from' differ"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"value": "b"}]}, "'content' and 'value' differ"),
+        ({"messages": MESSAGES, "conversations": CONVERSATION[:1]}, "hold different conversations"),
+        ({"messages": MESSAGES[:1], "chosen": {"from": "gpt", "value": "a"}, "rejected": "b"}, "field 'chosen'"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "field 'chosen'"),
+        ({"prompt": "q", "rejected": "b"}, "field 'rejected'"),
+        ({"prompt": "q", "response": "a", "reasoning": "x", "thinking": "y"}, "'reasoning' and 'thinking' differ"),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL], "function_call": {"name": "f"}}]},
+            "differ",
+        ),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL | {"input": {"a": 1}}]}]}, "which differ"),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"name": "f", "kwargs": {"a": 1}}]}]},
+            "holds 'kwargs' and no arguments",
+        ),
+        ({"messages": MESSAGES, "tools": [TOOL["function"] | {"parameters": [1]}]}, "must be an object, got"),
+        ({"messages": [SYSTEM | {"role": "developer"}, *MESSAGES], "system": "Be brief."}, "beside a system message"),
         ({"messages": [MESSAGES[0], MESSAGES[1] | {"train_detail": [{"begin_offset": 0}]}]}, "field 'train_detail'"),
         ({"messages": [MESSAGES[0], MESSAGES[1] | {"train": True, "loss": 0}]}, "contradict each other"),
         ({"prompt": "q", "system": ["s"]}, '"system" must be a text'),

@@ -8,6 +8,7 @@ from test_chats import FORGETFUL, MARKED, UNMARKED
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.chat_text import encode_chat
+from blockdraft.errors import UsageError
 from blockdraft.serving.openai.chat import ChatRequest, offered_tools, template_messages
 from blockdraft.serving.openai.tool_choice import choose_tools
 from blockdraft.targets import BUNDLED
@@ -55,7 +56,13 @@ def test_the_same_tokens(tokenizer: PreTrainedTokenizerBase, template: str, chat
     record = parse_record(chat, RecordSettings())
     assert isinstance(record, ChatRecord)
     request = ChatRequest.model_validate({"model": "m", **chat})
-    served = encode_chat(
-        tokenizer, template_messages(request.messages), choose_tools(None, offered_tools(request.tools))[1]
-    )
-    assert ChatEncoder(tokenizer, frozenset()).prompt(record.messages, record.tools) == served
+    _, tools = choose_tools(None, offered_tools(request.tools))
+    served = encode_chat(tokenizer, template_messages(request.messages), tools, lenient=True)
+    encoder = ChatEncoder(tokenizer, frozenset())
+    if record.tools and "tools" not in template:
+        with pytest.raises(UsageError, match="the chat template takes no tools"):
+            encoder.prompt(record.messages, record.tools)
+        with pytest.raises(UsageError, match="hold tool_calls, which the chat template would drop"):
+            encoder.prompt(record.messages)
+    else:
+        assert encoder.prompt(record.messages, record.tools) == served

@@ -25,6 +25,7 @@ from blockdraft.serving.request import (
     ToolCallDelta,
 )
 from blockdraft.serving.schemas import (
+    CALL_ARGUMENTS,
     FOREIGN_PARAMETERS,
     FORMAT_FIELDS,
     UNLIMITED,
@@ -75,6 +76,9 @@ class ResponseFormat(Schema):
 
 
 class FunctionCall(Schema):
+    unsupported = CALL_ARGUMENTS
+    alternatives = dict.fromkeys(CALL_ARGUMENTS, "arguments")
+
     name: str
     arguments: str = ""
 
@@ -148,6 +152,9 @@ class CustomTool(Schema):
 
 
 class ChatTool(Schema):
+    unsupported = dict.fromkeys(("parameters", *FOREIGN_PARAMETERS), ())
+    alternatives = dict.fromkeys(unsupported, "function.parameters")
+
     type: Literal["function", "custom"]
     function: Function | None = None
     custom: CustomTool | None = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from blockdraft.chat_text import encode_rendered, encode_with_offsets, render_chat
@@ -16,12 +18,14 @@ from blockdraft_train.data.records import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 GENERATION_MARK = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 # Stand for the marks in a rendered chat. Messages do not know them.
 BEGIN, END = ("".join(str(secrets.randbelow(10)) for _ in range(24)) for _ in range(2))
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
 RESERVED = {"tokenizer", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 RESERVED |= {"conversation", "tokenize", "return_dict"}
+KEPT = {"role", "content", "weight", "tool_calls", "tool_call_id"}  # fields of messages with a meaning of their own
 Tools: TypeAlias = "Sequence[dict[str, Any]] | None"
 
 
@@ -192,8 +196,18 @@ class ChatEncoder:
     def _render(
         self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False, **options: Any
     ) -> str:
-        self._template(tools)
+        template = self._template(tools)
+        fields = {name for message in messages for name in message} - KEPT
+        if "thinking" in template:  # gpt-oss's name of it
+            fields.discard("reasoning_content")
+        _log_dropped(frozenset(name for name in fields if name not in template))
         return render_chat(self._tokenizer, messages, tools, add_generation_prompt, **options, **self.template_args)
+
+
+@cache
+def _log_dropped(names: frozenset[str]) -> None:
+    if names:
+        log.warning("Fields of messages that the chat template drops: %s.", ", ".join(sorted(names)))
 
 
 def _visible_mark(mark: re.Match[str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+from blockdraft.chat_text import call_arguments, content_text
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.text_files import refuse_pointer
 from blockdraft_train.data.settings import RecordSettings
@@ -50,16 +51,18 @@ ACCEPTED = (
     '{"turns": ["prompt", ...]} or {"text"}'
 )
 
-# Fields of records that change what a response means and cannot be kept, each with the forms that it belongs to.
-PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-REFUSED = {
-    "chat": (*PICTURES, "chat_template_kwargs"),
-    "pair": (*PICTURES, "history", "instruction", "input", "context"),
-}
+CHATS = ("messages", "conversations", "turns")
+TOOLS = ("tools", "functions")
 SYSTEM = ("system", "system_prompt")
-# Fields of turns by which other programs say whether a response is learned.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# Fields of records and turns by which other programs say whether a response is learned.
 LEARNED = ("weight", "loss", "loss_mask", "train", "training")
-IN_PART = ("train_detail", "training_detail")  # only some spans of it
+MARKS = {"0": False, "false": False, "1": True, "true": True}
+# Fields that change what a response means and cannot be kept: of records and turns, of records alone, and of pairs.
+LOST = ("image", "images", "video", "videos", "audio", "audios", "mask", "masked", "loss_scale", "train_detail")
+LOST += ("training_detail",)  # only some spans are learned
+LOST_IN_RECORDS = (*LOST, "chosen", "rejected", "documents", "chat_template", "chat_template_kwargs")
+LOST_IN_PAIRS = ("history", "instruction", "input", "context", "suffix")
 
 END = object()
 
@@ -127,29 +130,33 @@ def parse_record(raw: Any, settings: RecordSettings) -> Record:
     present = {name: value for name, value in raw.items() if value is not None}
     if settings.text_field is not None:
         return _text(present, settings.text_field)
-    record, used, form = _parse_form(present, settings)
-    refuse_fields(present, (set(REFUSED[form]) if form in REFUSED else {*SYSTEM, *PICTURES}) - used)
-    if present.get("label") is False:
-        raise UsageError('"label" is false, which marks a response that must not be learned; leave the record out.')
-    _log_ignored(frozenset(present) - used)
+    record, used = _parse_form(present, settings)
+    lost = {*LOST_IN_RECORDS} if isinstance(record, ChatRecord) else {*LOST, *SYSTEM, *TOOLS}
+    if isinstance(record, ChatRecord) and not used & {*CHATS}:
+        lost |= {*LOST_IN_PAIRS}
+    refuse_fields(present, lost - used)
+    marks = {name: present[name] for name in LEARNED if name in present}
+    if isinstance(record, ChatRecord) and str(present.get("label")).lower() in ("0", "0.0", "false"):
+        marks["label"] = False  # other labels are classes
+    if unlearned := [name for name, value in marks.items() if not _is_learned(name, value, "a record")]:
+        raise UsageError(f'"{unlearned[0]}" is false, which marks a response that must not be learned; leave it out.')
+    _log_ignored(frozenset(present) - used - {*marks})
     return record
 
 
-def _parse_form(present: dict[str, Any], settings: RecordSettings) -> tuple[Record, set[str], str]:
-    """Return the record, the fields that it was made of, and its form."""
+def _parse_form(present: dict[str, Any], settings: RecordSettings) -> tuple[Record, set[str]]:
+    """Return the record, and the fields that it was made of."""
     prompt, response = settings.prompt_field or "prompt", settings.response_field or "response"
     if settings.prompt_field is None and settings.response_field is None:
-        for name in ("messages", "conversations"):
+        for name in CHATS[:2]:
             if name in present:
-                tools = "functions" if "functions" in present and not present.get("tools") else "tools"
-                chat = _chat(name, present[name], present.get(tools))
-                return _with_system(chat, present), {name, tools, *SYSTEM}, "chat"
+                chat = _chat(name, present[name])
+                used = _check_others(chat, name, present)
+                return _with_more(chat, present), {name, *used, *SYSTEM, *TOOLS}
         if "turns" in present:
-            texts = [_text({"turns": text}, "turns") for text in _list("turns", present["turns"])]
-            chat = ChatRecord([message for text in texts for message in _pair(text)])
-            return _with_system(chat, present), {"turns", *SYSTEM}, "pair"
+            return _with_more(_turns(present["turns"]), present), {"turns", *SYSTEM, *TOOLS}
         if "prompt" not in present and "text" in present:
-            return _text(present, "text"), {"text"}, "text"
+            return _text(present, "text"), {"text"}
     if prompt not in present:
         raise UsageError(
             f"it has the fields {sorted(present)} and none that is needed ({ACCEPTED}); name its fields by "
@@ -157,8 +164,20 @@ def _parse_form(present: dict[str, Any], settings: RecordSettings) -> tuple[Reco
         )
     if response not in present and (settings.response_field is not None or "completion" in present):
         raise UsageError(f"it has the fields {sorted(present)} and no {response!r}; name it by --response-field.")
-    chat = ChatRecord(_pair(_text(present, prompt), _text(present, response) if response in present else None))
-    return _with_system(chat, present), {prompt, response, *SYSTEM}, "pair"
+    chat = _pair(_text(present, prompt), _text(present, response) if response in present else None)
+    if response in present and (reasoning := _only(present, REASONING)):
+        chat[1]["reasoning_content"] = content_text("the reasoning of a record", reasoning)
+    used = {prompt, response, *REASONING, *SYSTEM, *TOOLS}
+    return _with_more(chat, present), used | ({"rejected"} if response == "chosen" else set())
+
+
+def _check_others(chat: list[Message], name: str, present: Mapping[str, Any]) -> set[str]:
+    """Return the fields that repeat a conversation. Raise a UsageError if one holds another conversation."""
+    others = [other for other in (*CHATS[:2], "chosen") if other != name and isinstance(present.get(other), list)]
+    for other in others:
+        if _chat(other, present[other]) != chat:
+            raise UsageError(f'"{name}" and "{other}" hold different conversations; leave one of them out.')
+    return {*others, "rejected"} if "chosen" in others else {*others}
 
 
 def refuse_fields(present: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -177,21 +196,35 @@ def _log_ignored(names: frozenset[str]) -> None:
         log.warning("Ignored fields of records: %s.", ", ".join(sorted(names)))
 
 
-def _with_system(chat: ChatRecord, present: Mapping[str, Any]) -> ChatRecord:
-    """Return a chat that begins with the system message that a field of its own holds.
+def _only(present: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the value of the fields with one meaning, or None if all are empty.
 
     Raises:
-        UsageError: The field is no text, or the chat has another system message.
+        UsageError: They have different values.
     """
-    for name in SYSTEM:
-        if present.get(name) in (None, ""):
-            continue
-        text = _text(dict(present), name)
-        own = [message["content"] for message in chat.messages if message["role"] in ("system", "developer")]
-        if own and own != [text]:
-            raise UsageError(f'"{name}" is given beside a system message in the conversation; leave one of them out.')
-        return chat if own else ChatRecord([{"role": "system", "content": text}, *chat.messages], chat.tools)
-    return chat
+    given = {name: present[name] for name in names if present.get(name) not in (None, "", [], {})}
+    value = next(iter(given.values()), None)
+    if any(other != value for other in given.values()):
+        raise UsageError(f"{' and '.join(map(repr, given))} differ, and have one meaning; leave one of them out.")
+    return value
+
+
+def _with_more(chat: list[Message], present: Mapping[str, Any]) -> ChatRecord:
+    """Return a chat with the tools and the system message that fields of their own hold.
+
+    Raises:
+        UsageError: One of them is malformed, or the chat has another system message.
+    """
+    tools = _tools(_only(present, TOOLS))
+    text = _only(present, SYSTEM)
+    if text is None:
+        return ChatRecord(chat, tools)
+    if not isinstance(text, str):
+        raise UsageError(f'"system" must be a text, got {_short(text)}.')
+    own = [message["content"] for message in chat if message["role"] in ("system", "developer")]
+    if own and own != [text]:
+        raise UsageError("a system message is given beside a system message in the conversation; leave one out.")
+    return ChatRecord(chat if own else [{"role": "system", "content": text}, *chat], tools)
 
 
 def parse_for_continuation(raw: Any, settings: RecordSettings) -> Record:
@@ -235,24 +268,48 @@ def _pair(prompt: str, response: str | None = None) -> list[Message]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
-def _chat(name: str, messages: Any, tools: Any) -> ChatRecord:
+def _turns(turns: Any) -> list[Message]:
+    texts = [_text({"turns": text}, "turns") for text in _list("turns", turns)]
+    return [message for text in texts for message in _pair(text)]
+
+
+def _chat(name: str, messages: Any) -> list[Message]:
     chat = [_message(name, i, message) for i, message in enumerate(_list(name, messages))]
     if not any(message["role"] == "user" for message in chat):
         raise UsageError(f'"{name}" holds no message of a user; a conversation needs one.')
+    return chat
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
     tools = _from_json("tools", tools)
     if not tools:
-        return ChatRecord(chat)
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    if not isinstance(tools, list):
         raise UsageError(f'"tools" must be a list of tools, got {_short(tools)}.')
-    return ChatRecord(chat, [_tool(tool.get("function", tool)) for tool in tools])
+    return [_tool(tool) for tool in tools]
 
 
-def _tool(function: Any) -> dict[str, Any]:
+def _function(raw: Any) -> dict[str, Any]:
+    """Return the fields of a tool or a tool call, which may be those of `function`, or {} without a name."""
+    inner = raw.get("function", raw) if isinstance(raw, dict) else raw
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        return {}
+    fields = {**{key: value for key, value in raw.items() if key != "function"}, **inner}
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _tool(raw: Any) -> dict[str, Any]:
     """Return a tool as the server passes it to chat templates."""
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UsageError(f'"tools" holds {_short(function)}; a tool needs a function with a name.')
-    names = ("name", "description", "parameters")
-    present = {name: function[name] for name in names if function.get(name) is not None}
+    function = _function(raw)
+    if not function:
+        raise UsageError(f'"tools" holds {_short(raw)}; a tool needs a function with a name.')
+    parameters = _from_json("parameters of a tool", _only(function, ("parameters", "input_schema", "inputSchema")))
+    if not isinstance(parameters, dict | None):
+        raise UsageError(f"the parameters of {function['name']} must be an object, got {_short(parameters)}.")
+    names = ("name", "description")
+    present = {name: function[name] for name in names if name in function}
+    if parameters or function.get("parameters") == {}:
+        present["parameters"] = parameters or {}
     return {"type": "function", "function": present}
 
 
@@ -260,56 +317,73 @@ def _message(name: str, index: int, raw: Any) -> Message:
     if not isinstance(raw, dict):
         raise UsageError(f'"{name}" must be a list of messages, got {_short(raw)} in it.')
     present = {key: value for key, value in raw.items() if value is not None}
-    role = present.pop("role", None) or present.pop("from", None)
-    content = present.pop("content", None) if "content" in present else present.pop("value", None)
-    if not isinstance(role, str) or role not in ROLES:
-        raise UsageError(f"the role of a message must be one of {', '.join(sorted(ROLES))}, got {role!r}.")
-    if role == "function_call":
-        present["tool_calls"], content = [_from_json("a function_call", content)], ""
-    elif "function_call" in present:  # OpenAI's former name of a single call
-        present["tool_calls"] = [_from_json("a function_call", present.pop("function_call"))]
-    refuse_fields(present, (*PICTURES, *IN_PART))
-    learned = {_is_learned(key, present.pop(key)) for key in LEARNED if key in present}
+    roles = {key: present.pop(key) for key in ("role", "from") if key in present}
+    for role in roles.values() or [None]:
+        if not isinstance(role, str) or role not in ROLES:
+            raise UsageError(f"the role of a message must be one of {', '.join(sorted(ROLES))}, got {role!r}.")
+    role = _only({key: ROLES[value] for key, value in roles.items()}, ("role", "from"))
+    contents = {key: present.pop(key) for key in ("content", "value") if key in present}
+    content = _only(contents, ("content", "value"))
+    content = next(iter(contents.values()), None) if content is None else content
+    calls = [present.pop("tool_calls", None), present.pop("function_call", None)]
+    if "function_call" in roles.values():
+        calls.append(content)
+        content = ""
+    refuse_fields(present, LOST)
+    learned = {_is_learned(key, present.pop(key), "a message") for key in LEARNED if key in present}
     if len(learned) > 1:
         raise UsageError(f"the fields {', '.join(LEARNED)} of a message contradict each other; give one of them.")
     if learned == {False}:
         present["weight"] = 0
-    if "tool_calls" in present:
-        calls = _list("tool_calls", present["tool_calls"])
-        present["tool_calls"] = [_tool_call(call, f"call_{index}_{number}") for number, call in enumerate(calls)]
+    if tool_calls := _tool_calls(index, calls):
+        present["tool_calls"] = tool_calls
         content = "" if content is None else content
-    for other in ("reasoning", "thinking"):
-        if other in present:
-            present.setdefault("reasoning_content", present.pop(other))
-    return {"role": ROLES[role], "content": _content(content), **present}
+    reasoning = _only(present, REASONING)
+    for key in REASONING:
+        present.pop(key, None)
+    if reasoning is not None:
+        present["reasoning_content"] = content_text("the reasoning of a message", reasoning)
+    return {"role": role, "content": content_text("the content of a message", content), **present}
 
 
-def _is_learned(name: str, value: Any) -> bool:
-    """Return whether a turn is learned, by a field such as `train` or `weight`."""
-    if value not in (0, 1):  # which equal False and True
-        raise UsageError(f'"{name}" of a message must be 0, 1, false or true, got {_short(value)}.')
-    return bool(value)
+def _is_learned(name: str, value: Any, place: str) -> bool:
+    """Return whether a record or a turn is learned, by a field such as `train` or `weight`."""
+    text = str(int(value) if isinstance(value, bool | float) and value in (0, 1) else value).strip().lower()
+    if text not in MARKS:
+        raise UsageError(f'"{name}" of {place} must be 0, 1, false or true, got {_short(value)}.')
+    return MARKS[text]
 
 
-def _content(content: Any) -> str:
-    """Return the text of a content, which may be a list of parts."""
-    parts = content if isinstance(content, list) else [content]
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"the content of a message must be a text, got {_short(content)}.")
-    return "\n".join(texts)
+def _tool_calls(index: int, fields: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a message as the server passes them to chat templates.
+
+    Args:
+        index: Index of the message.
+        fields: Calls from the fields that may hold them: a list, one call, a JSON text, or nothing.
+
+    Raises:
+        UsageError: A call is malformed, or the fields hold different calls.
+    """
+    calls = list[dict[str, Any]]()
+    for field in fields:
+        value = _from_json("a tool call", field) if field else None
+        made = [_tool_call(call) for call in (value if isinstance(value, list) else [value])] if value else []
+        if calls and made and [call["function"] for call in made] != [call["function"] for call in calls]:
+            raise UsageError('"tool_calls" and "function_call" of a message differ; leave one of them out.')
+        calls = calls or made
+    return [{**call, "id": call["id"] or f"call_{index}_{number}"} for number, call in enumerate(calls)]
 
 
-def _tool_call(raw: Any, default_id: str) -> dict[str, Any]:
-    """Return a tool call as the server passes it to chat templates."""
-    function = raw.get("function", raw) if isinstance(raw, dict) else raw
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+def _tool_call(raw: Any) -> dict[str, Any]:
+    function = _function(raw)
+    if not function:
         raise UsageError(f"a message has the tool call {_short(raw)}; it needs a function with a name.")
-    arguments = _from_json("the arguments of a tool call", function.get("arguments") or {})
+    name = function["name"]
+    given = {key: value for key, value in function.items() if key not in ("id", "type")}
+    arguments = _from_json("the arguments of a tool call", call_arguments(f"the call of {name}", given) or {})
     if not isinstance(arguments, dict):
-        raise UsageError(f"a message calls {function['name']} with {_short(arguments)}; give an object.")
-    call_id = raw.get("id") or default_id
-    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        raise UsageError(f"a message calls {name} with {_short(arguments)}; give an object.")
+    return {"id": raw.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _from_json(name: str, value: Any) -> Any:
