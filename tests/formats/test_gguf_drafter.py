@@ -81,6 +81,24 @@ def test_part_of_the_vocabulary(name: str, make: Make, tmp_path: Path) -> None:
     assert all(torch.equal(actual.tensors[key], tensors[key]) for key in tensors)
 
 
+@pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
+def test_a_vocabulary_in_any_order(name: str, make: Make, tmp_path: Path) -> None:
+    drafter, kept = make(name), torch.arange(1, 200, 3)
+    order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(1))
+    head = torch.randn(len(kept), drafter.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    made = [
+        read_drafter(write(tmp_path / f"{number}.gguf", replace(drafter, borrowed=borrowed)), None, 3)
+        for number, borrowed in enumerate((Borrowed(None, head, kept), Borrowed(None, head[order], kept[order])))
+    ]
+    (first, second), (tensors, others) = ([one.borrowed for one in made], [one.tensors for one in made])
+    assert first is not None and second is not None and first.head is not None and first.kept is not None
+    assert torch.equal(first.head, second.head) and torch.equal(first.kept, second.kept)  # type: ignore[arg-type]
+    assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+    twice = replace(drafter, borrowed=Borrowed(None, head, kept.where(kept != 4, 1)))
+    with pytest.raises(UsageError, match=r"offsets to different tokens, got .*; it leads to \[1\] more than once"):
+        read_drafter(write(tmp_path / "twice.gguf", twice), None, 3)
+
+
 def test_metadata_for_llama_cpp(make: Make, tmp_path: Path) -> None:
     file = open_gguf(write(tmp_path / "d.gguf", make(KINDS[0], layers=(NEAR, FAR))))
     metadata = {

@@ -26,7 +26,7 @@ from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_conf
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.stored import StoredTensor
 from blockdraft.formats.trained import UNKNOWN, Trained
-from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
+from blockdraft.formats.vocabulary import in_order, kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import config_dict as zlab_config_dict
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab import parse_config as parse_zlab_config
@@ -160,8 +160,7 @@ def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConf
             tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
         embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
         if kept is not None and reduced and head is not None:  # its rows may be in order of frequency
-            order = kept.argsort()
-            kept, head = kept[order], head[order]
+            kept, head = in_order(kept, head)
     return config, tensors, Borrowed(embedding, head, kept if reduced else None)
 
 

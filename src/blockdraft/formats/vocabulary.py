@@ -32,7 +32,8 @@ def kept_tokens(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
 
 def draft_tokens(d2t: Tensor, vocab_size: int) -> Tensor:
     """Return the draft vocabulary of `d2t`, in any order. Raise a UsageError if ids are repeated or out of range."""
-    need(d2t.ndim == 1, "the shape of d2t", tuple(d2t.shape), "of one dimension")
+    need(d2t.ndim == 1 and len(d2t) > 0, "the shape of d2t", tuple(d2t.shape), "of one dimension, and not empty")
+    need(torch.equal(d2t, d2t.long().to(d2t.dtype)), "d2t", d2t[:5].tolist(), "whole numbers")
     ids = d2t.long() + torch.arange(len(d2t))
     outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
     need(not outside, "d2t", d2t[:5].tolist(), f"offsets to tokens below {vocab_size}; it leads to {outside[:1]}")
@@ -40,6 +41,12 @@ def draft_tokens(d2t: Tensor, vocab_size: int) -> Tensor:
     twice = values[counts > 1].tolist()
     need(not twice, "d2t", d2t[:5].tolist(), f"offsets to different tokens; it leads to {twice[:1]} more than once")
     return ids
+
+
+def in_order(kept: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a draft vocabulary in ascending order, and the rows of its head in the same order."""
+    order = kept.argsort()
+    return kept[order], head[order]
 
 
 def vocabulary_maps(kept: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -237,6 +237,8 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ([0, 2, 2, 6, 57], tensors["t2d"], "offsets to the tokens that t2d marks"),
         ([0, 2, 2, 6, 60], None, r"d2t must be offsets to tokens below 64, got \[0, 2, 2, 6, 60\]; it leads to \[64\]"),
         ([0, -1, 2, 6, 58], None, r"different tokens, got .*; it leads to \[0\] more than once"),
+        ([0.5, 2, 2, 6, 57], None, r"d2t must be whole numbers, got \[0.5, 2.0"),
+        ([0, 2, 2, 6, float("nan")], tensors["t2d"], "d2t must be whole numbers"),
         ([], None, r"d2t: expected \(5,\), found \(0,\)"),
         ([[0], [2], [2], [6], [57]], None, r"d2t: expected \(5,\), found \(5, 1\)"),
         (0, None, r"d2t: expected \(5,\), found \(\)"),

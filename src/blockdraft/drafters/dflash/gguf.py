@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockdraft.formats.architectures import Architecture, LlamaCpp, architecture_of, by_name, tensor_shapes
@@ -15,6 +16,7 @@ from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import check_tensors
 from blockdraft.formats.gguf.files import GGUFFile
 from blockdraft.formats.gguf.kinds import HEAD, LIMIT, TOKENS, their_names
+from blockdraft.formats.vocabulary import draft_tokens, in_order
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 
 MASK = "tokenizer.ggml.mask_token_id"
@@ -92,8 +94,11 @@ class DFlash:
         own = {ours: tensors[theirs] for ours, theirs in self.names(config).items() if theirs in tensors}
         borrowed = None
         if TOKENS in tensors:
-            kept = tensors[TOKENS]
-            borrowed = Borrowed(None, tensors[HEAD], kept)
+            kept = draft_tokens(tensors[TOKENS] - torch.arange(tensors[TOKENS].numel()), config.vocab_size)
+            need(HEAD in tensors, HEAD, None, f"in the file, since {TOKENS} is")
+            check_tensors({HEAD: (len(kept), config.hidden_size)}, {HEAD: tensors[HEAD]})
+            ascending, head = in_order(kept, tensors[HEAD])  # rows may be in order of frequency
+            borrowed = Borrowed(None, head, ascending)
             for name in _rows(config):
                 rows = own[name]
                 own[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)

@@ -94,7 +94,7 @@ class Eagle3Kind:
                 file_tensors[name] = file_tensors[name][paired(len(file_tensors[name]), heads)]
         own = {ours: file_tensors[theirs] for ours, theirs in self.names(config).items() if theirs in file_tensors}
         if TOKENS in file_tensors:
-            own[TOKENS] = file_tensors[TOKENS] - torch.arange(len(file_tensors[TOKENS]))
+            own[TOKENS] = file_tensors[TOKENS] - torch.arange(file_tensors[TOKENS].numel())
         if EMBEDDING in file_tensors:
             own[TABLE] = file_tensors[EMBEDDING]
         return checkpoint_of(config, own)

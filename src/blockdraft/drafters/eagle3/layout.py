@@ -23,7 +23,7 @@ from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm, vllm_alone
-from blockdraft.formats.vocabulary import draft_tokens, kept_tokens, vocabulary_maps
+from blockdraft.formats.vocabulary import draft_tokens, in_order, kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.draft_network import shapes_of
@@ -106,9 +106,9 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
     own["d2t"] = d2t.long()
     check_tensors(shapes, own)
     kept = draft_tokens(d2t, size) if t2d is None else kept_tokens(t2d, d2t)
-    if kept is not None and bool((kept.diff() < 0).any()):  # by frequency; all else expects ascending tokens
-        order = kept.argsort()
-        own |= {"d2t": kept[order] - torch.arange(len(kept)), HEAD: own[HEAD][order]}
+    if kept is not None:  # it may be by frequency; all else expects ascending tokens
+        kept, own[HEAD] = in_order(kept, own[HEAD])
+        own["d2t"] = kept - torch.arange(len(kept))
     if embedding is not None:
         check_tensors({TABLE: (size, config.hidden_size)}, {TABLE: embedding})
     return Checkpoint(config, own, Borrowed(embedding, None, None))
