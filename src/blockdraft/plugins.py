@@ -41,7 +41,6 @@ KINDS = {
     for name in (
         "dflash",
         "dflash2",
-        "draft_lm",
         "dspark",
         "eagle3",
         "hybrid",
@@ -49,6 +48,7 @@ KINDS = {
         "medusa",
         "mtp",
         "none",
+        "draft_lm",  # last, since it imports transformers for the names of its architectures
     )
 }
 

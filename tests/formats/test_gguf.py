@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf_writer import finish, random_blocks
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, READERS, GGUFTensor, bytes_held, open_gguf, read_header
+from blockdraft.formats.gguf import FLOATS, READERS, GGUFTensor, bytes_held, gguf_outline, open_gguf, read_header
 from blockdraft.nn.quantization import NestedFactors, QuantizedWeight, concatenate_weights
 
 ROWS, INPUTS = 6, 512
@@ -138,6 +138,19 @@ def test_metadata(tmp_path: Path) -> None:
     actual = open_gguf(tmp_path / "a.gguf").metadata
     assert actual["general.architecture"] == "llama" and actual["llama.eps"] == 1e-6 and actual["far"] == -(2**40)
     assert (actual["words"], actual["numbers"], actual["flags"]) == (["a", "", "ü"], [1.5, -2.0], [True, False])
+
+
+def test_an_outline_is_read_again_once_the_file_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    write(path, {"x": "Q4_0"})
+    outline = gguf_outline(path)
+    assert outline.metadata.keys() == open_gguf(path).metadata.keys() - {"words", "numbers", "flags"}
+    assert gguf_outline(path) is outline
+    write(path, {"x": "Q4_0", "y": "F32"})
+    assert [*gguf_outline(path).tensors] == ["x", "y"]
+    path.unlink()
+    with pytest.raises(UsageError, match="There is no file"):
+        gguf_outline(path)
 
 
 def test_alignment(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.drafters.draft_vocab import DraftVocab, read_draft_vocab
 from blockdraft.errors import UsageError, describe
 from blockdraft.formats import Trained, read_config
-from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.gguf import gguf_outline, is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.formats.speculators_config import target_said
@@ -239,9 +239,10 @@ def _load(path: str, target: Target) -> Drafter:
     config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, path)
     architectures = config.get("architectures")
     architectures = architectures if isinstance(architectures, list | tuple) else []
-    claimants = [entry for entry in kinds.values() if entry.claims(config)]
-    claimants += [entry for name in architectures for entry in kinds.values() if name in entry.architectures]
-    if not claimants:
+    claimant = next((entry for entry in kinds.values() if entry.claims(config)), None) or next(
+        (entry for name in architectures for entry in kinds.values() if name in entry.architectures), None
+    )
+    if claimant is None:
         if hint := next(filter(None, (install_hint(DRAFTERS, str(name)) for name in architectures)), None):
             raise UsageError(f"{folder} has the architectures {architectures}; {hint} brings drafters of this kind.")
         known = ", ".join(f"{name} ({_few(kind.architectures)})" for name, kind in kinds.items() if kind.architectures)
@@ -250,7 +251,7 @@ def _load(path: str, target: Target) -> Drafter:
         )
     other = _made_for_another(path, config, target) if source is None else None
     try:
-        drafter = claimants[0].load(folder, target)
+        drafter = claimant.load(folder, target)
     except UsageError as error:
         if other is None:
             raise
@@ -272,7 +273,7 @@ def _made_for_another(drafter: str, config: dict[str, Any], target: Target) -> s
         return None
     path = Path(target.path)
     name = path.parents[1].name if path.parent.name == "snapshots" else path.name  # in the hub's cache
-    inside = open_gguf(path).metadata.get("general.name") if is_gguf(path) else None
+    inside = gguf_outline(path).metadata.get("general.name") if is_gguf(path) else None
     theirs = model_of(path) or recognised(str(inside or "")) or recognised(name)
     if theirs is None or alike(model, theirs):
         return None

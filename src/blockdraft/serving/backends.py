@@ -16,7 +16,7 @@ from safetensors import safe_open
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.evaluation.prompts import SAMPLES
-from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.gguf import gguf_outline, is_gguf
 from blockdraft.models import TINY
 from blockdraft.targets import Target
 from blockdraft.types import JOINT, RequestDrafting, SamplingParams
@@ -115,20 +115,20 @@ def weights_of(engine: Engine) -> tuple[int, int]:
     drafter = 0
     for path in (part.path for part in engine.drafter.parts if part.path is not None):
         if is_gguf(path):
-            drafter += sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values())
+            drafter += sum(math.prod(tensor.shape) for tensor in gguf_outline(path).tensors.values())
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:  # the network drops its weights once its forward pass is compiled
                 drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     model = engine.target.path
     if model is not None and is_gguf(model):  # the weights themselves would have to be dequantized
-        return sum(math.prod(tensor.shape) for tensor in open_gguf(model).tensors.values()), drafter
+        return sum(math.prod(tensor.shape) for tensor in gguf_outline(model).tensors.values()), drafter
     return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
 
 
 def kind_of(target: Target) -> tuple[str, str]:
     """Return the family of a target and the type of its weights, as Ollama names them."""
     if target.path is not None and is_gguf(target.path):
-        metadata = open_gguf(target.path).metadata
+        metadata = gguf_outline(target.path).metadata
         try:
             kind = (
                 LlamaFileType(metadata.get("general.file_type", -1)).name.removeprefix("MOSTLY_").removeprefix("ALL_")

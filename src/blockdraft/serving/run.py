@@ -15,7 +15,7 @@ from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 
 SHUTDOWN_SECONDS = 3.0  # for clients to read the end of their responses
-PROMPT_SECONDS = 0.5  # after a signal, until requests that are still reading their prompt end
+PROMPT_SECONDS = 0.25  # after a signal, until requests that are still reading their prompt end
 # Most clients drop idle connections sooner, so they never send a request on one that the server has just closed.
 KEEP_ALIVE_SECONDS = 75
 

@@ -17,7 +17,7 @@ from blockdraft.drafters.mtp.in_target import find_head, holds_head
 from blockdraft.drafters.mtp.network import MTPHead, MTPNetwork
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, one_layer
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.gguf import gguf_outline, is_gguf
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.targets import DecoderHead, Target, has_head, read_decoder_head, read_gguf_head, runs_heads
 
@@ -82,7 +82,7 @@ def in_target(target: Target) -> bool:
     if path is None or not runs_heads(target):
         return False
     if is_gguf(path):
-        return has_head(open_gguf(path))
+        return has_head(gguf_outline(path))
     if not (path / "config.json").is_file() or not holds_head(path):
         return False
     from transformers import AutoConfig

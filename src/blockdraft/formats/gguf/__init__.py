@@ -6,8 +6,17 @@
 from __future__ import annotations
 
 from blockdraft.formats.gguf.blocks import FLOATS, READERS, bytes_held, usual_block
-from blockdraft.formats.gguf.files import GGUFFile, GGUFTensor, dense, is_gguf, open_gguf, read_header, read_values
+from blockdraft.formats.gguf.files import (
+    GGUFFile,
+    GGUFTensor,
+    dense,
+    gguf_outline,
+    is_gguf,
+    open_gguf,
+    read_header,
+    read_values,
+)
 from blockdraft.formats.gguf.write import new_files, write_gguf
 
-__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "bytes_held", "dense", "is_gguf", "new_files", "open_gguf"]
-__all__ += ["read_header", "read_values", "usual_block", "write_gguf"]
+__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "bytes_held", "dense", "gguf_outline", "is_gguf", "new_files"]
+__all__ += ["open_gguf", "read_header", "read_values", "usual_block", "write_gguf"]
