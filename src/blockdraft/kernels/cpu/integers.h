@@ -302,6 +302,7 @@ INLINE void fetch(const uint8_t *at, const int size) {
 
 #ifdef PAIRS
 #define ONES ((shorts){} + 1)
+#define IN_ORDER(x) __asm__("" : "+x"(x)) /* gcc would add up many products at the end, and keep them in memory till then */
 
 /* `group_sums` for at most 32 inputs, or 16 of FLOAT4. */
 INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, ints *sums, const int KIND, const int R) {
@@ -316,8 +317,15 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
         if (BITS == 4) {
             codes low = of_4_bits(own & 15, KIND), high = of_4_bits((codes)((shorts)own >> 4) & 15, KIND);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-                pairs[r] += PAIRS(low, spread(x + i * R + r * 4)) + PAIRS(high, spread(x + (i + 4) * R + r * 4));
+            for (int r = 0; r < R; r++) {
+                pairs[r] += PAIRS(low, spread(x + i * R + r * 4));
+                IN_ORDER(pairs[r]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                pairs[r] += PAIRS(high, spread(x + (i + 4) * R + r * 4));
+                IN_ORDER(pairs[r]);
+            }
             continue;
         }
         register_ largest = WIDE(abs_epi8)((register_)own);
@@ -331,44 +339,54 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
             here = (ints)WIDE(sign_epi8)((register_)here, (register_)own);
 #endif
             sums[r] = DOT2(sums[r], PAIRS(largest, here), ONES);
+            IN_ORDER(sums[r]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R && BITS == 4; r++) sums[r] = DOT2(sums[r], pairs[r], ONES);
 }
 
+/* `add_scaled` for 32 or 16 inputs. 16 bits hold 4 products of codes of 6 bits, or 16 with 4 bits. */
+INLINE void add_scaled_pairs(const uint8_t *w, const int8_t *x, const int size, ints twice, ints *sums, const int KIND,
+                             const int R) {
+#pragma GCC unroll 2
+    for (int four = 0; KIND == INT6 && four < 4; four += 2) {
+        const codes first = of_6_bits(w, four), second = of_6_bits(w, four + 1);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const int8_t *own = x + 4 * (four * R + r);
+            sums[r] = DOT2(sums[r], PAIRS(first, spread(own)) + PAIRS(second, spread(own + 4 * R)), twice);
+        }
+    }
+    if (KIND == INT6) return;
+    shorts pairs[8];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) pairs[r] = (shorts){};
+#pragma GCC unroll 4
+    for (int i = 0; i < size; i += 8) {
+        const codes own = *(const codes *)(w + i / 2 * LANES), low = own & 15, high = (codes)((shorts)own >> 4) & 15;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            pairs[r] += PAIRS(low, spread(x + i * R + r * 4)) + PAIRS(high, spread(x + (i + 4) * R + r * 4));
+            if (R > 2) IN_ORDER(pairs[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[r] = DOT2(sums[r], pairs[r], twice);
+}
+
 /* Add the products of a group's codes with the codes of R rows, and with `has_base` what they start with, times the group's
-   scales, to `sums`. 16 bits hold 4 products of codes of 6 bits, or 8 with 4 bits. */
+   scales, to `sums`. */
 INLINE void add_scaled(const uint8_t *w, i64 ahead, const int8_t *x, const int32_t *starts, int has_base, i64 size,
                        ints scale, ints *sums, const int KIND, const int R) {
     const ints twice = (scale & 0xffff) | scale << 16;
-    for (const int8_t *end = x + size * R; x < end; x += 16 * R, w += 2 * BITS_OF(KIND) * LANES) {
-        fetch(w + ahead, 2 * BITS_OF(KIND) * LANES);
-        if (KIND == INT6) {
-#pragma GCC unroll 2
-            for (int four = 0; four < 4; four += 2) {
-                const codes first = of_6_bits(w, four), second = of_6_bits(w, four + 1);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    const int8_t *own = x + 4 * (four * R + r);
-                    sums[r] = DOT2(sums[r], PAIRS(first, spread(own)) + PAIRS(second, spread(own + 4 * R)), twice);
-                }
-            }
-            continue;
-        }
-        shorts pairs[8];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) pairs[r] = (shorts){};
-#pragma GCC unroll 2
-        for (int k = 0; k < 16; k += 8) {
-            codes own = *(const codes *)(w + k / 2 * LANES), low = own & 15, high = (codes)((shorts)own >> 4) & 15;
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-                pairs[r] += PAIRS(low, spread(x + k * R + r * 4)) + PAIRS(high, spread(x + (k + 4) * R + r * 4));
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r] = DOT2(sums[r], pairs[r], twice);
+    const int most = KIND == INT6 || R < 3 ? 16 : 32, bytes = BITS_OF(KIND) * LANES / 8;
+    const int8_t *end = x + size * R;
+    for (; x + most * R <= end; x += most * R, w += most * bytes) {
+        fetch(w + ahead, most * bytes);
+        add_scaled_pairs(w, x, most, twice, sums, KIND, R);
     }
+    if (most == 32 && x < end) add_scaled_pairs(w, x, 16, twice, sums, KIND, R);
     if (!has_base) return;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] += (starts[r] - (ints){}) * scale;
