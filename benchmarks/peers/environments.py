@@ -130,6 +130,7 @@ INSTALLERS: dict[str, Callable[[], None]] = {
 }
 MORE: dict[str, Callable[[], None]] = {  # installed only when named
     "llama_server": lambda: _with_llama_cpp("llama_server", "llama-server"),  # takes longer than all the rest
+    "llama_bench": lambda: _with_llama_cpp("llama_bench", "llama-bench"),
     "vllm": lambda: _made("vllm"),  # gigabytes
     "openvino": lambda: _made("openvino"),
     "mistral_rs": lambda: _venv("mistral_rs", "mistralrs==0.9.5", "tokenizers"),
