@@ -122,6 +122,17 @@ INLINE ints rounded_codes(vec x, float inverse) {
     return ((ints)(x * inverse + ROUNDING) - 0x4b400000) & (inverse ? -1 : 0);
 }
 
+/* Return codes of up to 127 in 8 bits each. */
+INLINE small_codes in_8_bits(ints code) {
+#if LANES == 8 && defined(__AVX2__) /* gcc does not find these instructions */
+    const __m256i words = _mm256_packs_epi32((__m256i)code, (__m256i)code), bytes = _mm256_packs_epi16(words, words);
+    return (small_codes)_mm_cvtsi128_si64(
+        _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+#else
+    return __builtin_convertvector(code, small_codes);
+#endif
+}
+
 /* Round one row's inputs of one factor. Each 4 codes begin `apart` bytes after the last 4. A number that is not finite makes
    the factor NaN. `sums` gets the sums of each `part` codes. */
 static void round_group(const float *x, i64 size, i64 part, int8_t *to, i64 apart, float *factor, int32_t *sums) {
@@ -136,9 +147,10 @@ static void round_group(const float *x, i64 size, i64 part, int8_t *to, i64 apar
         for (i = begin; i + LANES <= begin + part; i += LANES) {
             const ints code = rounded_codes(*(const vec *)(x + i), inverse);
             sum += code;
-            small_codes small = __builtin_convertvector(code, small_codes);
+            const small_codes small = in_8_bits(code);
             if (apart == 4) *(small_codes *)(to + i) = small;
             else
+#pragma GCC unroll 4 /* else gcc scatters them by one slow instruction */
                 for (int k = 0; k < LANES; k += 4) memcpy(to + (i + k) / 4 * apart, (const int8_t *)&small + k, 4);
         }
         *sums = int_sum(sum);
