@@ -210,12 +210,21 @@ INLINE sum_ product(sum_ sum, const float *w, sum_ x, const int SCORES) {
 #endif
 }
 
+#ifdef __x86_64__
+#define IN_REGISTER(x) __asm__("" : "+v"(x)) /* gcc would read x from memory again for each query */
+#else
+#define IN_REGISTER(x)
+#endif
+
 /* Add the products of a row to the sums of R queries. */
 INLINE void add_row(const Products *p, i64 i, i64 at, sum_ sums[MOST_AT_ONCE][WIDTH], const int SCORES, const int R,
                     const int C) {
     sum_ x[WIDTH];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) x[c] = *(const sum_ *)(p->x + i * p->step + at + c * LANES);
+    for (int c = 0; c < C; c++) {
+        x[c] = *(const sum_ *)(p->x + i * p->step + at + c * LANES);
+        IN_REGISTER(x[c]);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -251,6 +260,7 @@ INLINE void sum_tile(const Products *given, i64 at, const int SCORES, const int 
 #pragma GCC unroll 2
             for (int part = 0; part < PARTS; part++) add_row(p, i + part, at, sums[part], SCORES, R, C);
         if (PARTS == 2 && i < end) add_row(p, i, at, sums[0], SCORES, R, C);
+        __asm__ volatile("" ::: "memory"); /* gcc would load what follows earlier, into registers that sums need */
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -437,22 +447,27 @@ static __attribute__((noinline)) void rescale(State q, vec most, i64 D) {
     *q.largest = largest;
 }
 
+/* Limit the scores that are seen to `limit`. */
+static __attribute__((noinline)) void cap_scores(float *s, float limit) {
+    for (i64 t = 0; t < SLOTS; t++)
+        if (s[t] != -INFINITY) s[t] = limit * tanhf(s[t] / limit);
+}
+
 /* Write the weights exp(s - largest) of SLOTS scores to `codes`, as products take them, and add them to the totals. Scores of
    slots that are not seen are -infinity, and get the weight 0. With 8 bits weights are multiplied by the `factors` of the
-   values and rounded; their scale is returned. */
-static float weigh(float *s, float limit, const float *factors, State q, i64 D, const int tiled, float *codes) {
+   values and replace the scores, for `round_weights`, which needs their largest absolute value: it is that of the result. */
+INLINE ints weigh(float *s, float limit, const float *factors, State q, i64 D, const int tiled, float *codes) {
     enum { COUNT = SLOTS / LANES, EACH = TOTALS / LANES };
-    (void)factors, (void)tiled;
-    for (i64 t = 0; limit && t < SLOTS; t++)
-        if (s[t] != -INFINITY) s[t] = limit * tanhf(s[t] / limit);
+    (void)factors, (void)tiled, (void)codes;
+    if (limit) cap_scores(s, limit);
     vec p[COUNT], most = splat(-INFINITY);
+    ints largest_weight = {};
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; i++) p[i] = *(vec *)(s + i * LANES);
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; i++) most = most_of(p[i], most);
     if (any_larger(most, *q.largest)) rescale(q, most, D);
     const float largest = *q.largest == -INFINITY ? 0 : *q.largest; /* no slot is seen so far */
-    float scale = 1;
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; i++) {
         const vec x = p[i] - largest;
@@ -462,29 +477,31 @@ static float weigh(float *s, float limit, const float *factors, State q, i64 D, 
 #pragma GCC unroll 4
     for (int i = 0; i < EACH; i++)
         *(vec *)(q.totals + i * LANES) += (p[i] + p[EACH + i]) + (p[2 * EACH + i] + p[3 * EACH + i]);
-#if STORE == INT8
-    ints largest_weight = {};
-    float inverse;
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; i++) {
+#if STORE == INT8
         p[i] = (vec)((ints)(p[i] * *(const vec *)(factors + i * LANES)) & (p[i] != 0)); /* a factor may be NaN */
         largest_weight = larger_bits(largest_weight, p[i]);
-    }
-    scale = scale_of(largest_weight, MOST_WEIGHT, &inverse);
-#pragma GCC unroll 16
-    for (int i = 0; i < COUNT; i++) { /* codes are lower bits of what `rounded_codes` begins with */
-        const ints lower = (ints)(p[i] * inverse + ROUNDING);
-        if (PER == 4) *(small_codes *)((int8_t *)codes + i * LANES) = __builtin_convertvector(lower & 0xff, small_codes);
-        else *(halves *)((uint16_t *)codes + i * LANES) = __builtin_convertvector(IN_PAIRS(lower), halves);
-    }
+        *(vec *)(s + i * LANES) = p[i];
 #else
-#pragma GCC unroll 16
-    for (int i = 0; i < COUNT; i++) {
         const ints higher = (ints)p[i] >> 16;
         if (tiled) *(halves *)((uint16_t *)codes + i * LANES) = __builtin_convertvector(higher, halves);
         else if (PER == 2) *(halves *)((uint16_t *)codes + i * LANES) = __builtin_convertvector(IN_PAIRS(higher), halves);
         else *(vec *)(codes + i * LANES) = p[i];
-    }
 #endif
+    }
+    return largest_weight;
+}
+
+/* Round SLOTS weights of 8 bits, whose largest absolute value is in `most`, to `codes`, and return their scale. */
+INLINE float round_weights(const float *s, ints most, float *codes) {
+    float inverse;
+    const float scale = scale_of(most, MOST_WEIGHT, &inverse);
+#pragma GCC unroll 16
+    for (int i = 0; i < SLOTS; i += LANES) { /* codes are lower bits of what `rounded_codes` begins with */
+        const ints lower = (ints)(*(const vec *)(s + i) * inverse + ROUNDING);
+        if (PER == 4) *(small_codes *)((int8_t *)codes + i) = __builtin_convertvector(lower & 0xff, small_codes);
+        else *(halves *)((uint16_t *)codes + i) = __builtin_convertvector(IN_PAIRS(lower), halves);
+    }
     return scale;
 }

@@ -8,6 +8,8 @@
    their arguments, and return minus the number of a problem. */
 #include "attention.h"
 
+static i64 larger(i64 x, i64 y) { return x > y ? x : y; }
+
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 first, i64 last, float *y, int add) {
     for (i64 row = first; row < last; row++) rms_norm(x + row * size, weight, eps, size, y + row * size, add);
 }
@@ -162,11 +164,16 @@ static void mix(const Tile *x, i64 j, i64 R, const float *values, i64 T, i64 row
     sums_of(&p, D, R);
 }
 
-/* Write the weights of query j for SLOTS scores to the place of query r in `codes`. Return their scale. */
-static float weigh_one(Tile *x, i64 j, i64 r, float *scores, const float *factors) {
+/* Write the weights of R queries from j on for SLOTS scores each to `codes`. Get their scales. */
+static void weigh_all(Tile *x, i64 j, i64 R, float *scores, const float *factors, float *scales) {
     const i64 D = x->m->head_dim, apart = SLOTS / (x->tiled ? 2 : PER);
-    const State own = {x->largest + j, x->totals + j * TOTALS, x->sums + j * D};
-    return weigh(scores, x->m->attention_cap, factors, own, D, x->tiled, x->codes + r * apart);
+    ints largest[TILE_QUERIES];
+    for (i64 r = 0; r < R; r++) {
+        const State own = {x->largest + j + r, x->totals + (j + r) * TOTALS, x->sums + (j + r) * D};
+        largest[r] = weigh(scores + r * SLOTS, x->m->attention_cap, factors, own, D, x->tiled, x->codes + r * apart);
+    }
+    for (i64 r = 0; STORE == INT8 && r < R; r++) /* apart, so that queries do not wait for each other's divisions */
+        scales[r] = round_weights(scores + r * SLOTS, largest[r], x->codes + r * apart);
 }
 
 /* Let all queries attend to the slots from `begin` to `end`. */
@@ -174,8 +181,14 @@ static void attend_slots(Tile *x, i64 begin, i64 end) {
     const i64 D = x->m->head_dim, size = SLOT(D) * BYTES(STORE), most = x->tiled ? TILE_QUERIES : AT_ONCE;
     const i64 groups = (x->count + most - 1) / most;
     float key_factors[SLOTS] = {0}, factors[SLOTS] = {0}, scales[TILE_QUERIES];
+    i64 all_from = begin, all_to = x->call->lengths[x->row]; /* slots that all queries see */
+    for (i64 j = 0; j < x->count; j++) {
+        all_from = larger(all_from, x->first[j]);
+        all_to = x->end[j] < all_to ? x->end[j] : all_to;
+    }
     for (i64 t = begin; t < end; t += SLOTS) {
         const i64 T = x->slots - t < SLOTS ? x->slots - t : SLOTS;
+        const int all = all_from <= t && t + SLOTS <= all_to;
         const char *keys = read_keys(x, t, key_factors), *stored = x->stored_values + t * size;
         const float *values = STORE == FLOAT32 ? (const float *)stored : x->values;
         read_factors(stored, T, D, factors);
@@ -184,14 +197,12 @@ static void attend_slots(Tile *x, i64 begin, i64 end) {
             const i64 j = x->tiled ? group * most : x->count * group / groups;
             const i64 next = x->tiled ? j + most : x->count * (group + 1) / groups;
             const i64 R = next < x->count ? next - j : x->count - j;
-            int any = 0;
-            for (i64 r = j; r < j + R; r++) any |= x->first[r] < t + SLOTS && x->end[r] > t;
+            int any = all;
+            for (i64 r = j; !any && r < j + R; r++) any = x->first[r] < t + SLOTS && x->end[r] > t;
             if (!any) continue;
             score(x, j, R, keys, key_factors, x->scores, SLOTS);
-            for (i64 r = 0; r < R; r++) {
-                hide(x, j + r, t, x->scores + r * SLOTS);
-                scales[r] = weigh_one(x, j + r, r, x->scores + r * SLOTS, factors);
-            }
+            for (i64 r = 0; !all && r < R; r++) hide(x, j + r, t, x->scores + r * SLOTS);
+            weigh_all(x, j, R, x->scores, factors, scales);
             mix(x, j, R, values, T, rows, scales);
         }
     }
@@ -236,7 +247,7 @@ static void attend_path(Tile *x, i64 begin) {
                 read_factors(x->copied, T, D, factors);
                 const float *values = STORE == FLOAT32 ? (const float *)x->copied : x->values;
                 const i64 rows = STORE == FLOAT32 ? T : read_values(x->copied, T, D, 0, x->values);
-                for (i64 r = 0; r < R; r++) scales[r] = weigh_one(x, j + r, r, scores + r * SLOTS, factors);
+                weigh_all(x, j, R, scores, factors, scales);
                 mix(x, j, R, values, T, rows, scales);
             }
         }
@@ -577,8 +588,6 @@ static i64 widest_input(const Model *m) {
     const i64 widest = more > own ? more : own;
     return widest > values ? widest : values;
 }
-
-static i64 larger(i64 x, i64 y) { return x > y ? x : y; }
 
 /* Return the offsets for `batch` rows of `nodes` nodes behind `done` earlier ones. */
 static Places places(const Model *m, i64 batch, i64 nodes, i64 done, i64 threads) {

@@ -71,8 +71,16 @@ typedef short eight __attribute__((vector_size(16)));
 
 INLINE vec splat(float x) { return x - (vec){}; } /* + would turn -0 into 0 */
 INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
+#if LANES == 16 /* gcc does not find these instructions */
+INLINE vec least(vec x, vec y) { return (vec)_mm512_min_ps((__m512)x, (__m512)y); }
+INLINE vec most_of(vec x, vec y) { return (vec)_mm512_max_ps((__m512)x, (__m512)y); }
+#elif LANES == 8
+INLINE vec least(vec x, vec y) { return (vec)_mm256_min_ps((__m256)x, (__m256)y); }
+INLINE vec most_of(vec x, vec y) { return (vec)_mm256_max_ps((__m256)x, (__m256)y); }
+#else
 INLINE vec least(vec x, vec y) { return choose(x < y, x, y); }
 INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
+#endif
 
 INLINE ints load_codes(const int8_t *from) {
 #if LANES == 16 /* gcc does not find these instructions */
