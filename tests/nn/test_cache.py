@@ -10,8 +10,9 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.nn.attention import additive_mask, visible_slots
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, StoreShape
 
+SHAPES = [StoreShape(2, 3, 4, torch.float32)]
 PLACES = {"side by side": ((0, 10), (10, 10)), "anywhere": ((22, 10), (3, 15)), "one at the end": ((9, 10), (30, 10))}
 
 
@@ -27,7 +28,7 @@ def node_states(tokens: Tensor) -> Tensor:
     return tokens[:, None, :, None].float().expand(-1, 1, -1, 2).contiguous()
 
 
-def write(cache: KVCache, *tokens: list[int]) -> tuple[Tensor, Tensor]:
+def write(cache: KVCache, *tokens: list[int]) -> list[Tensor]:
     """Write these nodes, and return the keys and values that attention sees."""
     states = node_states(torch.tensor(tokens))
     return cache.write(0, states, states + 1000)
@@ -171,7 +172,7 @@ def test_an_empty_cache_has_no_slots() -> None:
 
 def numbered(cache: KVCache) -> Tensor:
     """All slots, `[layers, heads, slots, D]`, each with its number in all layers and heads, and these besides."""
-    memory = cache.memory(2, 3, 4, torch.zeros(1))
+    [memory] = cache.stores
     layers, heads = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None]
     memory.copy_(torch.arange(memory.size(2))[:, None] + 100 * layers + 1000 * heads + torch.arange(4) / 8)
     return memory
@@ -191,7 +192,7 @@ def numbered(cache: KVCache) -> Tensor:
 def test_a_view_shows_the_slots_of_each_sequence(
     scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], is_memory: bool, one_layer: bool
 ) -> None:
-    cache = scatter(KVCache(1, 40), *places)
+    cache = scatter(KVCache(1, 40, SHAPES), *places)
     memory = numbered(cache)
     cache.commit([range(3 + place) for place in range(len(places))])
     whole = memory[1] if one_layer else memory
@@ -209,7 +210,7 @@ def test_a_view_shows_the_slots_of_each_sequence(
 def test_no_view_shows_slots_of_another_sequence(
     scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], end: int | None
 ) -> None:
-    cache = scatter(KVCache(1, 40), *places)
+    cache = scatter(KVCache(1, 40, SHAPES), *places)
     memory = numbered(cache)
     cache.commit([range(4 * place) for place in range(len(places))])
     foreign = torch.ones(40, dtype=torch.bool)
@@ -224,7 +225,7 @@ def test_no_view_shows_slots_of_another_sequence(
 
 
 def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) -> None:
-    cache = scatter(KVCache(1, 40), (20, 12), (5, 9), (33, 7))
+    cache = scatter(KVCache(1, 40, SHAPES), (20, 12), (5, 9), (33, 7))
     memory = numbered(cache)
     cache.commit([range(4), range(6), []])
     copied, _ = cache.view(memory, 3)
@@ -241,7 +242,7 @@ def test_nodes_past_the_slots_of_a_sequence_are_refused(cache: KVCache, count: i
     """Even if KV slots of others follow."""
     cache.shrink(cache.starts[1], 6)
     fill(cache, [1, 2, 3], [4, 5])
-    memory = cache.memory(2, 3, 4, torch.zeros(1))
+    memory = torch.zeros(2, 3, 40, 4)
     states = node_states(torch.zeros(2, count, dtype=torch.long))
     for use in (cache.check_room, lambda n: cache.write(0, states, states), lambda n: cache.view(memory, n)):
         with pytest.raises(AssertionError, match=f"{2 + count} slots needed, 6 allocated|slots needed, 10 allocated"):
@@ -254,8 +255,12 @@ def test_nodes_past_the_slots_of_a_sequence_are_refused(cache: KVCache, count: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_zero_at_first_and_has_the_dtype_that_is_asked_for(dtype: torch.dtype) -> None:
-    memory = KVCache(2, 9).memory(2, 3, 4, torch.zeros(1, dtype=dtype))
+    cache = KVCache(2, 9, [StoreShape(2, 3, 4, dtype), StoreShape(1, 1, 5, torch.float64)])
+    assert cache.nbytes == 0
+    memory, other = cache.stores
     assert memory.shape == (2, 3, 18, 4) and memory.dtype == dtype and not memory.any()
+    assert other.shape == (1, 1, 18, 5) and cache.nbytes == memory.nbytes + other.nbytes
+    assert cache.nbytes == 18 * sum(shape.token_bytes for shape in cache.shapes)
 
 
 # Masks.

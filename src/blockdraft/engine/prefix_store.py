@@ -31,7 +31,7 @@ from blockdraft.targets import Target, target_fingerprint
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # version of these files; raise it when the meaning of the tensors changes
+FORMAT = 2  # version of these files; raise it when the meaning of the tensors changes
 REMEMBERED = 16  # instructions that came once, which are compared with later ones
 STORED_TOKENS = 1024  # usual `min_tokens`: as long as these take to prefill, a user notices
 TOKENS = "tokens"  # name of the tensor of token ids

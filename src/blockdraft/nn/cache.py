@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -154,8 +154,10 @@ class KVCache(SequenceState):
     All KV slots are zero at first. Before closing a sequence with non-finite numbers, zero its slots (`zero_slots`):
     attention gives slots outside of a sequence a weight of zero, and zero times NaN is NaN.
 
-    A layer is allocated at its first write, when its shape is known. A network that knows the shape beforehand keeps
-    all layers of a kind in one tensor (`memory`).
+    A network whose shapes are known has one store for all layers of a shape (`stores`), so that one operation writes
+    keys and values, and `commit` moves the nodes of all layers at once. Otherwise each tensor of a layer has one, which
+    is allocated at the first write (`layer`). A subclass for other arrays than torch's overrides `allocate`, `extend`
+    and `view`, or what moves KV slots: `keep`, `copy_slots` and `zero`.
 
     Args:
         batch, capacity: As in `SequenceState`.
@@ -170,8 +172,7 @@ class KVCache(SequenceState):
         self.shapes, self._device = tuple(shapes), device
         self._slots = batch * capacity
         self._lengths: dict[int, int] = self.values
-        # Tensors `[..., heads, slots, D]` of each layer, or one of all layers of a kind.
-        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._stores: dict[str, Tensor] = {}  # by name, `[..., heads, slots, size]`; shared by all views
 
     def new_value(self) -> int:
         return 0
@@ -187,34 +188,35 @@ class KVCache(SequenceState):
         assert self._lengths[start] == 0
         super().copy(source, start, length)
         length = self._lengths[start]
-        for store in self._allocated():
-            store[..., start : start + length, :] = store[..., source : source + length, :]
+        self.copy_slots(source, start, length)
+
+    def copy_slots(self, source: int, start: int, count: int) -> None:
+        """Copy `count` KV slots from one place to another."""
+        for store in self._stores.values():
+            store[..., start : start + count, :] = store[..., source : source + count, :]
 
     def zero_slots(self, start: int, whole: bool = False) -> None:
-        first, end = start + (0 if whole else self._lengths[start]), start + self._capacities[start]
-        for store in self._allocated():
+        self.zero(start + (0 if whole else self._lengths[start]), start + self._capacities[start])
+
+    def zero(self, first: int, end: int) -> None:
+        """Zero the KV slots from `first` to `end`."""
+        for store in self._stores.values():
             store[..., first:end, :] = 0
 
     def export(self, start: int, length: int) -> dict[str, Tensor]:
         end = start + self.cut(self._lengths[start], length)
         return {
-            f"{layer}.{number}": store[..., start:end, :].clone(memory_format=torch.contiguous_format)
-            for layer, stores in self._layers.items()
-            for number, store in enumerate(stores)
+            name: store[..., start:end, :].clone(memory_format=torch.contiguous_format)
+            for name, store in self._stores.items()
         }
 
     def load(self, start: int, tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
         assert self._lengths[start] == 0
         length = self.cut(min((tensor.size(-2) for tensor in tensors.values()), default=0), len(tokens))
-        by_layer: dict[int, list[Tensor]] = {}
-        for layer, number in sorted(tuple(map(int, name.split("."))) for name in tensors):
-            by_layer.setdefault(layer, []).append(tensors[f"{layer}.{number}"])
-        for layer, parts in by_layer.items():
-            if layer not in self._layers:
-                shapes = [(*part.shape[:-2], self._slots, part.size(-1)) for part in parts]
-                self._layers[layer] = tuple(_zeros(shape, part) for shape, part in zip(shapes, parts, strict=True))
-            for store, part in zip(self._layers[layer], parts, strict=True):
-                store[..., start : start + length, :] = part[..., :length, :]
+        _ = self.stores  # of the shapes
+        for name, part in tensors.items():
+            store = self._store(name, (*part.shape[:-2], self._slots, part.size(-1)), part)
+            store[..., start : start + length, :] = part[..., :length, :]
         self._lengths[start] = length
 
     @property
@@ -229,8 +231,8 @@ class KVCache(SequenceState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layers that have been written to."""
-        return sum(store.nbytes for store in self._allocated())
+        """Bytes of the stores that have been used."""
+        return sum(store.nbytes for store in self._stores.values())
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Keep nodes of the last forward pass as each sequence's next tokens, in order.
@@ -238,13 +240,18 @@ class KVCache(SequenceState):
         Args:
             path: Increasing indices of nodes for each sequence; an empty path commits nothing.
         """
+        self.keep(path)
+        for start, nodes in zip(self.starts, path, strict=True):
+            self._lengths[start] += len(nodes)
+
+    def keep(self, path: Sequence[Sequence[int]]) -> None:
+        """Move nodes of the last forward pass together, behind each sequence's committed tokens."""
         for start, nodes in zip(self.starts, path, strict=True):
             first, count = start + self._lengths[start], len(nodes)
             if count and nodes[-1] >= count:  # not the first nodes
-                for store in self._allocated():
+                for store in self._stores.values():
                     accepted = send(first + torch.tensor(nodes), store.device)
                     store[..., first : first + count, :] = store.index_select(-2, accepted)
-            self._lengths[start] += count
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[i]` committed tokens of sequence i, at most as many as it has."""
@@ -255,33 +262,34 @@ class KVCache(SequenceState):
         """Return the slots of the next `count` nodes, relative to their sequence's first, `[B, count]` int64."""
         return send(torch.tensor(self.lengths), device)[:, None] + torch.arange(count, device=device)
 
-    def memory(self, layers: int, heads: int, head_dim: int, like: Tensor, kind: int = 0) -> Tensor:
-        """Return all slots of all layers, `[layers, heads, slots, D]`, for a network that writes and reads them itself.
-
-        The heads of keys and values are adjacent, so that one operation writes both, and `commit` moves the nodes of
-        all layers at once.
-
-        Args:
-            heads: Number of heads of keys and values together.
-            like: A tensor of the memory's dtype and device.
-            kind: Number of the memory, of a network whose layers have memories of several shapes.
-        """
-        if kind not in self._layers:
-            self._layers[kind] = (_zeros((layers, heads, self._slots, head_dim), like),)
-        return self._layers[kind][0]
-
     @property
     def stores(self) -> list[Tensor]:
-        """Memory of all KV slots: `[layers, heads, slots, size]` for each of the shapes, allocated at the first use.
+        """Memory of all KV slots: `[layers, heads, slots, size]` for each of the shapes.
 
-        Keys and values are in one store, so one operation writes both, and `commit` moves the nodes of all layers at
-        once. Without shapes, these are the layers written so far, `[heads, slots, size]`.
+        Without shapes, these are the stores that have been used, `[heads, slots, size]`.
         """
-        if self.shapes and not self._layers:
+        if len(self._stores) < len(self.shapes):
             for number, (layers, heads, size, dtype) in enumerate(self.shapes):
                 like = torch.empty(0, dtype=dtype, device=self._device)
-                self._layers[number] = (_zeros((layers, heads, self._slots, size), like),)
-        return [*self._allocated()]
+                self._store(str(number), (layers, heads, self._slots, size), like)
+        return [*self._stores.values()]
+
+    def layer(self, layer: int, *nodes: Tensor) -> list[Tensor]:
+        """Return the stores of a layer, `[heads, slots, D]` for each tensor of nodes `[B, heads, N, D]`.
+
+        The tensors are keys and values, for example.
+        """
+        shapes = [(new.size(1), self._slots, new.size(3)) for new in nodes]
+        return [self._store(f"{layer}.{i}", shapes[i], new) for i, new in enumerate(nodes)]
+
+    def _store(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        if name not in self._stores:
+            self._stores[name] = self.allocate(shape, like)
+        return self._stores[name]
+
+    def allocate(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return zeros of a shape, on the device and in the dtype of a tensor."""
+        return _zeros(shape, like)
 
     def check_room(self, count: int) -> int:
         """Assert that each sequence has slots for `count` more nodes, and return the slots of the longest with them."""
@@ -297,16 +305,17 @@ class KVCache(SequenceState):
         """Number of further nodes for which every sequence has slots."""
         return min((self._capacities[start] - self._lengths[start] for start in self.starts), default=0)
 
-    def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:
+    def view(self, memory: Tensor, count: int = 0, end: int | None = None) -> tuple[Tensor, bool]:
         """Return the slots of the sequences as a batch, for committed tokens and the next `count` nodes.
 
         Args:
-            memory: Result of `memory`, or one layer's `[heads, slots, D]`.
+            memory: A store, or one layer of it.
             end: Slots per sequence; None is the number that the longest sequence needs with its nodes.
 
         Returns:
             Slots `[..., B, heads, end, D]`, and whether they are a view of the memory. Sequences at unequal distances
-            are copied; call `put` for nodes that are written to the copy.
+            are copied; call `put` for nodes that are written to the copy. Slots past a sequence's own nodes hold other
+            numbers, so a mask must hide them; `slots` returns the slots of the nodes.
         """
         starts, needed = self.starts, self.check_room(count)
         end = needed if end is None else end
@@ -332,37 +341,18 @@ class KVCache(SequenceState):
             nodes = copied.select(-4, index)[..., length : length + count, :]
             memory[..., start + length : start + length + count, :] = nodes
 
-    def layer(self, layer: int, *nodes: Tensor) -> tuple[Tensor, ...]:
-        """Return all slots of a layer, `[heads, slots, D]` for each tensor of nodes `[B, heads, N, D]`.
+    def extend(self, store: Tensor, nodes: Tensor) -> None:
+        """Write nodes `[B, heads, N, D]` behind the committed tokens in a layer's store `[heads, slots, D]`."""
+        self.check_room(nodes.size(2))
+        for start, length, new in zip(self.starts, self.lengths, nodes, strict=True):
+            store[:, start + length : start + length + new.size(1)] = new
 
-        The tensors are keys and values, for example.
-        """
-        if layer not in self._layers:
-            self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in nodes)
-        return self._layers[layer]
-
-    def extend(self, layer: int, *nodes: Tensor) -> None:
-        """Write N nodes of a layer, `[B, heads, N, D]` for each of its tensors, behind the committed tokens."""
-        count = nodes[0].size(2)
-        self.check_room(count)
-        for store, new in zip(self.layer(layer, *nodes), nodes, strict=True):
-            for index, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-                store[:, start + length : start + length + count] = new[index]
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values of N nodes like `extend`.
-
-        Returns:
-            Keys and values `[B, heads, T, D]`, T = max(lengths) + N. Slots past a sequence's own nodes hold other
-            numbers, so a mask must hide them; `slots` returns the slots of the nodes.
-        """
-        self.extend(layer, keys, values)
-        of_keys, of_values = self.layer(layer)
-        return self.view(of_keys, keys.size(2))[0], self.view(of_values, keys.size(2))[0]
-
-    def _allocated(self) -> Iterator[Tensor]:
-        for stores in self._layers.values():
-            yield from stores
+    def write(self, layer: int, *nodes: Tensor) -> list[Tensor]:
+        """Write N nodes of a layer, `[B, heads, N, D]` for each of its stores, and return views of the stores."""
+        stores = self.layer(layer, *nodes)
+        for store, new in zip(stores, nodes, strict=True):
+            self.extend(store, new)
+        return [self.view(store, nodes[0].size(2))[0] for store in stores]
 
 
 def part_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

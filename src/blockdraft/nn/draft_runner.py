@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, StoreShape
 
 WIDTH = 10  # nodes per level that a tree is continued from, and children of each
 
@@ -47,7 +48,12 @@ class DraftRunner(Protocol):
     Attributes:
         compile_reason: Reason why a network that could have been compiled is not; else None.
         bits: As of `Drafter`.
+        shapes: What a state keeps of each token.
+        device: Where it is kept.
     """
+
+    shapes: tuple[StoreShape, ...] = ()
+    device: torch.device | None = None
 
     compile_reason: str | None = None
     bits: int | None = None
@@ -61,9 +67,10 @@ class DraftRunner(Protocol):
         return None
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        return KVCache(batch, capacity)
+        return KVCache(batch, capacity, self.shapes, self.device)
 
-    def state_bytes(self, batch: int, capacity: int) -> int: ...
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return batch * capacity * sum(shape.token_bytes for shape in self.shapes)
 
     def weight_bytes(self) -> int:
         """Return the bytes of weights besides the network's own."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from blockdraft.machine import send
 from blockdraft.nn.attention import attend, attend_grouped, grouped_mask, visible_slots
-from blockdraft.nn.cache import KVCache, write_nodes
+from blockdraft.nn.cache import KVCache, StoreShape, write_nodes
 from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayerKind, DraftNetwork
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.nn.layers import GatedMLP, rms_factor, rotate_swapped
@@ -39,7 +39,7 @@ class CachedAttention:
         visible: `[B, N, T]` bool for each layer, which entry attends to which.
     """
 
-    write: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    write: Callable[[int, Tensor, Tensor], Sequence[Tensor]]
     visible: Sequence[Tensor]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -95,16 +95,17 @@ class TorchDraftRunner(DraftRunner):
         self.config, self.dtype, self.described = network.config, host.dtype, network.description
         self._last_layer = len(self.described.layers) - 1
         self._fused_bytes = 0
+        self.device, dtype = network.like.device, network.like.dtype
+        layers, hidden_state = len(self.described.layers), StoreShape(1, 1, self.config.hidden_size, dtype)
+        if not layers:
+            self.shapes = (hidden_state._replace(dtype=self.dtype),)
+        elif self.described.has_pairs:
+            self.shapes = (*(StoreShape(layers, *heads, dtype) for heads in self.network.cached), hidden_state)
+        else:
+            (heads, size), _ = self.network.cached
+            self.shapes = (StoreShape(layers, 2 * heads, size, dtype),)
         if self.described.layers and not self.described.has_pairs:
             self._fuse_layers(network)
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        described, size = self.described, self.config.hidden_size
-        if not described.layers:
-            return batch * capacity * int(size) * self.dtype.itemsize
-        slot = len(described.layers) * sum(heads * head_dim for heads, head_dim in self.network.cached)
-        slot += size if described.has_pairs else 0
-        return batch * capacity * int(slot) * int(self.network.like.dtype.itemsize)
 
     def weight_bytes(self) -> int:
         return self._fused_bytes
@@ -116,7 +117,7 @@ class TorchDraftRunner(DraftRunner):
             self._observe_context(state, hidden_states)
         else:
             # Only the last token's hidden state is read, but any token may become the last one of a sequence.
-            state.extend(0, hidden_states.to(self.dtype).unsqueeze(1))
+            state.extend(self.hidden_store(state), hidden_states.to(self.dtype).unsqueeze(1))
 
     def draft_tokens(
         self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
@@ -144,9 +145,10 @@ class TorchDraftRunner(DraftRunner):
         fused = network.fuse(hidden_states.to(network.like.dtype))
         before = torch.cat([self.last_hidden_states(state), fused[:, :-1]], dim=1)
         embedded, attention = self.embed(tokens), self._observing(state, slots) if self._last_layer else None
-        keys, values = network.keys_values(embedded, before, (slots - 1).clamp(min=0), attention)
-        state.extend(self._last_layer, keys, values)
-        state.extend(self._last_layer + 1, fused.unsqueeze(1))
+        keys_values = network.keys_values(embedded, before, (slots - 1).clamp(min=0), attention)
+        for store, nodes in zip(self.layer_stores(state, self._last_layer), keys_values, strict=True):
+            state.extend(store, nodes)
+        state.extend(self.hidden_store(state), fused.unsqueeze(1))
 
     def _observing(self, state: KVCache, slots: Tensor) -> CachedAttention:
         """Return the attention of committed tokens to those before them, except the first of each sequence."""
@@ -156,30 +158,38 @@ class TorchDraftRunner(DraftRunner):
         for kind in self.described.layers:
             visible.append(visible_slots(state.lengths, within, slots, kind.window))
             visible[-1][:, :, 0] &= slots == 0
-        return CachedAttention(state.write, visible)
+
+        def write(layer: int, *nodes: Tensor) -> list[Tensor]:
+            stores = self.layer_stores(state, layer)
+            for store, new in zip(stores, nodes, strict=True):
+                state.extend(store, new)
+            return [state.view(store, count)[0] for store in stores]
+
+        return CachedAttention(write, visible)
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CopiedNodes:
         return CopiedNodes(self, state, block_size, width, window)
 
+    def layer_stores(self, state: KVCache, layer: int) -> list[Tensor]:
+        """Return keys and values `[heads, slots, D]` of a layer of pairs, for all KV slots."""
+        keys, values, _ = state.stores
+        return [keys[layer], values[layer]]
+
     def stores(self, state: KVCache) -> list[Tensor]:
-        """Return keys and values `[heads, slots, D]` of each layer, for all KV slots, in turn."""
-        like = self.network.like
-        cached = [like.new_empty(1, heads, 0, size) for heads, size in self.network.cached]
-        return [store for layer in range(self._last_layer + 1) for store in state.layer(layer, *cached)]
+        """Return keys and values of each layer in turn, as of `layer_stores`."""
+        return [store for layer in range(self._last_layer + 1) for store in self.layer_stores(state, layer)]
 
     def copies(self, state: KVCache, skipped: int, room: int) -> list[Tensor]:
         """Return copies `[B, heads, T + room, D]` of `stores` for the KV slots from `skipped` on."""
-        return [F.pad(state.view(store, 0)[0][:, :, skipped:], (0, 0, 0, room)) for store in self.stores(state)]
+        return [F.pad(state.view(store)[0][:, :, skipped:], (0, 0, 0, room)) for store in self.stores(state)]
 
-    def hidden_states(self, state: KVCache) -> Tensor:
-        """Return the hidden states of all KV slots, `[slots, H]`."""
-        like = self.network.like if self.described.layers else torch.empty(0, dtype=self.dtype)
-        like = like.new_empty(1, 1, 0, self.config.hidden_size, device=self.network.like.device)
-        return state.layer(self._last_layer + 1, like)[0][0]
+    def hidden_store(self, state: KVCache) -> Tensor:
+        """Return the hidden states of all KV slots, `[1, slots, H]`."""
+        return state.stores[-1][0]
 
     def last_hidden_states(self, state: KVCache) -> Tensor:
         """Return the hidden state of each sequence's last token, `[B, 1, H]`; 0 for sequences without tokens."""
-        return last_hidden_states(state, self.hidden_states(state))
+        return last_hidden_states(state, self.hidden_store(state)[0])
 
     # Blocks, over keys and values that are made of hidden states.
 
@@ -210,7 +220,7 @@ class TorchDraftRunner(DraftRunner):
         cos, sin = self._rotary(state, slots)
         keys.mul_(rms_factor(keys, config.rms_norm_eps) * self._key_scales)
         rotate_swapped(keys, cos.unsqueeze(-2), sin.unsqueeze(-2))
-        memory = self._memory(state)
+        [memory] = state.stores
         if len(state.starts) == 1:
             first = state.starts[0] + state.lengths[0]
             memory[:, :, first : first + count] = nodes_BNLKD[0].permute(1, 2, 0, 3)
@@ -225,7 +235,7 @@ class TorchDraftRunner(DraftRunner):
         Return `[B, N, H]` after the final norm. The state does not change.
         """
         count = block.size(1)
-        store, _ = state.view(self._memory(state), count)  # a copy is not written back, because a pass keeps nothing
+        store, _ = state.view(state.stores[0], count)  # a copy is not written back, because a pass keeps nothing
         first = 0 if window is None else max(min(state.lengths) - window, 0)
         slots = self._slots(state, count, block.device)
         masks = {span: self._mask(state, count, span, window, first, block) for span in self._spans}
@@ -257,10 +267,6 @@ class TorchDraftRunner(DraftRunner):
         entries, _ = self.network.entries(block, None)
         out: Tensor = self.network.norm(self.network.through_layers(entries, *rotary, attend))
         return out
-
-    def _memory(self, state: KVCache) -> Tensor:
-        config = self.config
-        return state.memory(self._last_layer + 1, 2 * config.num_key_value_heads, config.head_dim, self._fc.weight)
 
     def _slots(self, state: KVCache, count: int, device: torch.device) -> Tensor:
         """Return the KV slots of the next nodes, which equal their positions.

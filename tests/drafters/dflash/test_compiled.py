@@ -10,7 +10,6 @@ import torch
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
-from blockdraft.nn.cache import KVCache
 from blockdraft.targets import load_target
 
 TOKENS = torch.empty(0)  # which the context of these networks does not depend on
@@ -31,7 +30,7 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
     texts = torch.randn(6, 200, 64)
 
     def answer(number: int) -> list[torch.Tensor]:
-        state, actual, at = KVCache(1, 256), [], 0
+        state, actual, at = run.new_state(1, 256), [], 0
         while at + 3 * (number + 1) < 200:
             run.observe(state, TOKENS, texts[number : number + 1, at : at + 3 * (number + 1)])
             state.commit([range(3 * (number + 1))])
@@ -47,7 +46,7 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
 
 
 def test_calls_without_tokens_or_sequences_do_nothing(run: CompiledDraftRunner) -> None:
-    state = KVCache(2, 16)
+    state = run.new_state(2, 16)
     run.observe(state, TOKENS, torch.randn(2, 5, 64))
     state.commit([range(5)] * 2)
     before = run.block_pass(state, torch.ones(2, 3, 32))
@@ -63,7 +62,7 @@ def test_calls_without_tokens_or_sequences_do_nothing(run: CompiledDraftRunner) 
 def test_tokens_must_be_known(run: CompiledDraftRunner) -> None:
     for wrong in (-1, 265):
         with pytest.raises(UsageError, match=f"Token id {wrong} is none of the 265"):
-            run.draft_tokens(KVCache(1, 16), torch.tensor([[0, wrong]]), 1)
+            run.draft_tokens(run.new_state(1, 16), torch.tensor([[0, wrong]]), 1)
 
 
 def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftRunner) -> None:
@@ -71,7 +70,7 @@ def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftRun
         needed = run.workspace_bytes(2, count, count + 12) // 4
         memory = torch.full((needed + 64,), 7.5)
         run.workspace = memory[:needed]
-        state = KVCache(2, 64)
+        state = run.new_state(2, 64)
         run.observe(state, TOKENS, torch.randn(2, count, 64))
         state.commit([range(12 if count > 12 else count)] * 2)
         run.draft_tokens(state, torch.zeros(2, count, dtype=torch.int64), 0)

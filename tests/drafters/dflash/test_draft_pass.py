@@ -20,7 +20,6 @@ from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.kernels.cpu.build import begun, build
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
 from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
-from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.layers import ReducedHead, RMSNorm
@@ -137,7 +136,8 @@ def test_the_same_as_the_network(
         network = made_network(replace(network.config, layers=(LayerAttention(False, None),) * 3))
     hidden_states, blocks = torch.randn(len(lengths), 9, 32), torch.randn(len(lengths), 4, 16)
     expected = [twin(network, f[:n], b, window) for f, b, n in zip(hidden_states, blocks, lengths, strict=True)]
-    run, state = make(network), KVCache(len(lengths), 16)
+    run = make(network)
+    state = run.new_state(len(lengths), 16)
     for begin, end in ((0, 3), (3, 9)):  # the rows part in the second half
         run.observe(state, TOKENS, hidden_states[:, begin : max(min(max(lengths), end), begin + 1)])
         state.commit([range(max(min(length, end) - begin, 0)) for length in lengths])
@@ -154,7 +154,8 @@ def test_norms_before_fc(make: Callable[[DFlashNetwork], Run]) -> None:
     network.description = replace(network.description, fusing_norms=("input_norm",))
     hidden_states, block = 4 * torch.randn(1, 9, 32), torch.randn(1, 4, 16)
     expected = twin(network, network.input_norm(hidden_states)[0], block[0], None)
-    run, state = make(network), KVCache(1, 16)
+    run = make(network)
+    state = run.new_state(1, 16)
     run.observe(state, TOKENS, hidden_states)
     state.commit([range(9)])
     torch.testing.assert_close(run.block_pass(state, block)[0], expected, atol=1e-5, rtol=1e-4)
@@ -165,7 +166,11 @@ def test_more_context_than_rotary_angles_were_made_for(
 ) -> None:
     run = make(network)
     for capacity in (16, 2000):
-        state, hidden_states, block = KVCache(1, capacity), torch.randn(1, capacity - 4, 32), torch.randn(1, 4, 16)
+        state, hidden_states, block = (
+            run.new_state(1, capacity),
+            torch.randn(1, capacity - 4, 32),
+            torch.randn(1, 4, 16),
+        )
         run.observe(state, TOKENS, hidden_states)
         state.commit([range(capacity - 4)])
         assert torch.isfinite(run.block_pass(state, block, window=8)).all()
@@ -199,7 +204,7 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
     )
     actual = []
     for run in (compiled(network), uncompiled(network)):
-        state = KVCache(3, 64)
+        state = run.new_state(3, 64)
         run.observe(state, TOKENS, hidden_states)
         state.commit([range(length) for length in lengths])
         outputs = [run.block_pass(state, blocks, window) for window in (None, 1, 6, 25)]
@@ -215,12 +220,12 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
 def test_compiled_sequences_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
     run, lengths = compiled(network), [3, 40, 17]
     hidden_states, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
-    state = KVCache(3, 64)
+    state = run.new_state(3, 64)
     run.observe(state, TOKENS, hidden_states)
     state.commit([range(length) for length in lengths])
     together = run.block_pass(state, blocks)
     for row, length in enumerate(lengths):
-        alone = KVCache(1, 64)
+        alone = run.new_state(1, 64)
         for slot in range(length):
             run.observe(alone, TOKENS, hidden_states[row : row + 1, slot : slot + 1])
             alone.commit([[0]])
@@ -230,7 +235,7 @@ def test_compiled_sequences_have_the_same_bits_alone_and_in_a_batch(network: DFl
 def test_threads_share_the_work_without_meeting(network: DFlashNetwork) -> None:
     run, threads = compiled(network), torch.get_num_threads()
     hidden_states, blocks = torch.randn(3, 9, 32), torch.randn(3, 4, 16)
-    state = KVCache(3, 16)
+    state = run.new_state(3, 16)
     run.observe(state, TOKENS, hidden_states)
     state.commit([range(9)] * 3)
     expected = run.block_pass(state, blocks)
@@ -295,7 +300,7 @@ def test_draft_tokens_are_the_pass_and_the_head_in_one_call(
     network = made_network(replace(KINDS[kind], **sizes)).to(target.dtype)  # type: ignore[arg-type]
     run = target.runner(network)
     assert isinstance(run, CompiledDraftRunner)
-    state = KVCache(2, 64)
+    state = run.new_state(2, 64)
     run.observe(state, TOKENS, torch.randn(2, 9, 2 * target.hidden_size))
     state.commit([range(9), range(4)])
     tokens = torch.tensor([[7, 1, 1, 1, 1], [9, 1, 1, 1, 1]])

@@ -240,7 +240,7 @@ def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftRun
 
 
 def test_a_row_without_slots_for_more_rows_says_so(run: CompiledDraftRunner) -> None:
-    state = KVCache(1, 12)
+    state = run.new_state(1, 12)
     run.observe(state, torch.ones(1, 5, dtype=torch.int64), target_layers(run.network, 1, 5, 0))
     state.commit([range(5)])
     nodes = run.nodes(state, 8, 10)
@@ -254,7 +254,7 @@ def test_a_row_without_slots_for_more_rows_says_so(run: CompiledDraftRunner) -> 
 def test_tokens_must_be_known(run: CompiledDraftRunner) -> None:
     for wrong in (-1, 265):
         with pytest.raises(UsageError, match=f"Token id {wrong} is none of the 265"):
-            run.nodes(KVCache(1, 16), 8, 1)(torch.tensor([[wrong]]))
+            run.nodes(run.new_state(1, 16), 8, 1)(torch.tensor([[wrong]]))
 
 
 def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:
@@ -320,7 +320,8 @@ def test_a_tied_head_grows_with_the_tokens_of_sequences(store: str, tiny_target_
     network.keep(kept)
     network.lm_head.weight.data = head[kept].clone()
     expected = deepcopy(network).to(target.dtype)
-    run, state = target.runner(network.to(target.dtype), owned=True), KVCache(1, 150)
+    run = target.runner(network.to(target.dtype), owned=True)
+    state = run.new_state(1, 150)
     hidden_states = target_layers(expected, 1, 40, 0)
     assert run.grown_vocabulary.tolist() == kept.tolist()
     new = torch.arange(1, 80, 2)[None]  # 40 tokens outside of the draft vocabulary
@@ -337,7 +338,8 @@ def test_a_tied_head_grows_with_the_tokens_of_sequences(store: str, tiny_target_
     whole = deepcopy(expected)
     whole.lm_head = nn.Linear(32, len(vocabulary), bias=False).to(target.dtype)
     whole.lm_head.weight.data = head[vocabulary].to(target.dtype)
-    exact, same = TorchDraftRunner(whole, target.draft_host()), KVCache(1, 150)
+    exact = TorchDraftRunner(whole, target.draft_host())
+    same = exact.new_state(1, 150)
     exact.observe(same, torch.cat([new, new[:, :9]], 1), torch.cat([hidden_states, hidden_states[:, :9]], 1))
     same.commit([range(49)])
     theirs = exact.nodes(same, 8, 3)(torch.tensor([[40]]))
@@ -355,9 +357,9 @@ def test_the_oldest_tokens_of_a_growing_head_are_replaced(
     network.keep(torch.arange(64))
     run = target.runner(network)
     for begin in (64, 96, 128):
-        run.observe(KVCache(1, 150), torch.arange(begin, begin + 32)[None], target_layers(network, 1, 32, 0))
+        run.observe(run.new_state(1, 150), torch.arange(begin, begin + 32)[None], target_layers(network, 1, 32, 0))
         assert run.grown_vocabulary[64:].tolist() == [*range(begin, begin + 32)]
-    run.observe(KVCache(1, 150), torch.arange(64, 96)[None], target_layers(network, 1, 32, 0))
+    run.observe(run.new_state(1, 150), torch.arange(64, 96)[None], target_layers(network, 1, 32, 0))
     assert run.grown_vocabulary[64:].tolist() == [*range(64, 96)]
 
 

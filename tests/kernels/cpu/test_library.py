@@ -22,7 +22,6 @@ from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder, why_not
 from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
 from blockdraft.kernels.cpu.library import CallFields, LinearFields, ModelFields
-from blockdraft.nn.cache import KVCache
 from blockdraft.targets import decoder_config, load_target
 
 
@@ -208,7 +207,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
     drafter: Any = load_drafter(drafter_dir, target=target)
     decoder, run = target.compiled, drafter.runner
     assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftRunner)
-    state, cache = KVCache(2, 8), target.new_cache(2, 8)
+    state, cache = run.new_state(2, 8), target.new_cache(2, 8)
     for rows in (state, cache):
         rows.commit([range(5)] * 2)
 
@@ -219,7 +218,8 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path, mixture_dir: P
     mixture: Any = load_target(mixture_dir, dtype="float32", device="cpu", backend="native", compile="on")
 
     eagle: Any = load_drafter(eagle_dir, target=target)
-    rows_run, texts = eagle.runner, KVCache(2, 8)
+    rows_run = eagle.runner
+    texts = rows_run.new_state(2, 8)
     rows_run.observe(texts, torch.ones(2, 5, dtype=torch.int64), torch.zeros(2, 5, 64))
     texts.commit([range(5)] * 2)
 

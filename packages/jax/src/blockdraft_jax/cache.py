@@ -138,28 +138,23 @@ class JaxCache(KVCache):
         starts, lengths = self._layout.put((starts, lengths))
         return CacheView(starts, lengths, slots)
 
-    def commit(self, path: Sequence[Sequence[int]]) -> None:
+    def keep(self, path: Sequence[Sequence[int]]) -> None:
         if any(path):
             assert self.pending is not None, "commit follows a forward"
             batch, nodes = self.pending[0].shape[1:3]
             source = np.zeros((batch, min(bucket(max(map(len, path))), nodes)), np.int32)
             slots = np.full(source.shape, self.arrays[0].shape[2], np.int32)  # beyond the memory: not written
-            for number, (start, accepted) in enumerate(zip(self.starts, path, strict=True)):
+            for number, (start, length, accepted) in enumerate(zip(self.starts, self.lengths, path, strict=True)):
                 source[number, : len(accepted)] = list(accepted)
-                slots[number, : len(accepted)] = start + self._lengths[start] + np.arange(len(accepted))
+                slots[number, : len(accepted)] = start + length + np.arange(len(accepted))
             self.arrays = _write(self._layout, self.arrays, self.pending, *self._layout.put((source, slots)))
         self.pending = None
-        for start, accepted in zip(self.starts, path, strict=True):
-            self._lengths[start] += len(accepted)
 
-    def copy(self, source: int, start: int, length: int) -> None:
-        super().copy(source, start, length)
-        length = self._lengths[start]
-        span = self._layout.put(np.array([source, start, length], np.int32))
-        self.arrays = tuple(_copy(store, span, bucket(length, MIN_SLOTS)) for store in self.arrays)
+    def copy_slots(self, source: int, start: int, count: int) -> None:
+        span = self._layout.put(np.array([source, start, count], np.int32))
+        self.arrays = tuple(_copy(store, span, bucket(count, MIN_SLOTS)) for store in self.arrays)
 
-    def zero_slots(self, start: int, whole: bool = False) -> None:
-        first, end = start + (0 if whole else self._lengths[start]), start + self._capacities[start]
+    def zero(self, first: int, end: int) -> None:
         span = self._layout.put(np.array([first, end], np.int32))
         self.arrays = tuple(_zero(store, span) for store in self.arrays)
 

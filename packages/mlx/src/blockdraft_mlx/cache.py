@@ -18,53 +18,41 @@ class MLXCache(KVCache):
     and several are copied side by side.
     """
 
-    def layer(self, layer: int, *nodes: Tensor) -> tuple[Tensor, ...]:
-        if layer not in self._layers:
-            with computing():
-                self._layers[layer] = tuple(
-                    MLXTensor(mx.zeros((node.size(1), self._slots, node.size(3)), dtype=node.array.dtype))
-                    for node in nodes
-                    if isinstance(node, MLXTensor)
-                )
-        return self._layers[layer]
-
-    def commit(self, path: Sequence[Sequence[int]]) -> None:
+    def allocate(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         with computing():
-            super().commit(path)
+            return MLXTensor(mx.zeros(shape, dtype=in_mlx(like).dtype))
 
-    def extend(self, layer: int, *nodes: Tensor) -> None:
-        arrays = [in_mlx(new) for new in nodes]
-        count, stores = arrays[0].shape[2], [in_mlx(store) for store in self.layer(layer, *map(MLXTensor, arrays))]
+    def keep(self, path: Sequence[Sequence[int]]) -> None:
+        with computing():
+            super().keep(path)
+
+    def extend(self, store: Tensor, nodes: Tensor) -> None:
+        own, new = in_mlx(store), in_mlx(nodes)
+        count = new.shape[2]
         self.check_room(count)
         with computing():
-            for store, new in zip(stores, arrays, strict=True):
-                if len(self.starts) == 1:
-                    first = self.starts[0] + self.lengths[0]
-                    store[:, first : first + count] = new[0]
-                else:
-                    firsts = torch.tensor(self.starts) + torch.tensor(self.lengths)
-                    at = mx.array((firsts[:, None] + torch.arange(count)).numpy())
-                    store[:, at] = new.swapaxes(0, 1)
+            if len(self.starts) == 1:
+                first = self.starts[0] + self.lengths[0]
+                own[:, first : first + count] = new[0]
+            else:
+                firsts = torch.tensor(self.starts) + torch.tensor(self.lengths)
+                at = mx.array((firsts[:, None] + torch.arange(count)).numpy())
+                own[:, at] = new.swapaxes(0, 1)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.extend(layer, keys, values)
-        of_keys, of_values = self.read(layer, keys.size(2))
-        return MLXTensor(of_keys), MLXTensor(of_values)
+    def view(self, memory: Tensor, count: int = 0, end: int | None = None) -> tuple[Tensor, bool]:
+        return MLXTensor(self.read(memory, count)), False
 
-    def read(self, layer: int, count: int = 0, first: int = 0) -> list[Array]:
-        """Return keys and values of all sequences, `[B, heads, T, D]` each, from their KV slot `first` on.
+    def read(self, store: Tensor, count: int = 0, first: int = 0) -> Array:
+        """Return a store of all sequences, `[B, heads, T, D]`, from their KV slot `first` on.
 
         T spans the longest sequence and its `count` nodes. Beyond their own nodes, shorter sequences repeat their first
         KV slot, which masks must hide.
         """
-        end, stores = max(self.lengths) + count, self._layers[layer]
+        end, array = max(self.lengths) + count, in_mlx(store)
         if len(self.starts) == 1:
             start = self.starts[0]
-            return [store.array[None, :, start + first : start + end] for store in stores]  # type: ignore[attr-defined]
+            return array[None, :, start + first : start + end]
         slots = torch.arange(first, end).repeat(len(self.starts), 1)
         own = torch.tensor(self.lengths)[:, None] + count
         at = mx.array((torch.where(slots < own, slots, 0) + torch.tensor(self.starts)[:, None]).numpy())
-        return [store.array[:, at].swapaxes(0, 1) for store in stores]  # type: ignore[attr-defined]
-
-    def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:
-        raise NotImplementedError("MLX arrays are read with `read`.")
+        return array[:, at].swapaxes(0, 1)

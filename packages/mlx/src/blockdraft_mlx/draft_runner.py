@@ -55,7 +55,8 @@ class MLXDraftRunner(TorchDraftRunner):
             attention = layer.self_attn
             keys = rotate(attention.k_norm(attention.k_proj(context).unflatten(-1, (-1, size))), *angles)
             values = attention.v_proj(context).unflatten(-1, (-1, size))
-            state.extend(number, keys.transpose(1, 2), values.transpose(1, 2))
+            for store, nodes in zip(self.layer_stores(state, number), (keys, values), strict=True):
+                state.extend(store, nodes.transpose(1, 2))
 
     def block_pass(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         assert isinstance(state, MLXCache)
@@ -66,7 +67,7 @@ class MLXDraftRunner(TorchDraftRunner):
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             joined = [in_mlx(keys), in_mlx(values)]
             if max(state.lengths):
-                context = state.read(layer, 0, begin)
+                context = [state.read(store, 0, begin) for store in self.layer_stores(state, layer)]
                 joined = [mx.concatenate(both, axis=2) for both in zip(context, joined, strict=True)]
             kind, scale = kinds[layer], config.head_dim**-0.5
             mask = masks[kind.causal, kind.window]
@@ -80,22 +81,19 @@ class MLXDraftRunner(TorchDraftRunner):
 
     def copies(self, state: KVCache, skipped: int, room: int) -> list[Tensor]:
         assert isinstance(state, MLXCache)
-        self.stores(state)  # which makes those of an empty state
         with computing():
-            layers = range(len(self.described.layers))
-            arrays = [array for layer in layers for array in state.read(layer, 0, skipped)]
+            arrays = [state.read(store, 0, skipped) for store in self.stores(state)]
             return [MLXTensor(mx.pad(array, [(0, 0), (0, 0), (0, room), (0, 0)])) for array in arrays]
 
-    def stores(self, state: KVCache) -> list[Tensor]:
-        cached = [self._empty(heads, size) for heads, size in self.network.cached]
-        return [store for layer in range(len(self.described.layers)) for store in state.layer(layer, *cached)]
+    def layer_stores(self, state: KVCache, layer: int) -> list[Tensor]:
+        return state.layer(layer, *(self._empty(heads, size) for heads, size in self.network.cached))
 
-    def hidden_states(self, state: KVCache) -> Tensor:
-        return state.layer(len(self.described.layers), self._empty(1, self.config.hidden_size))[0][0]
+    def hidden_store(self, state: KVCache) -> Tensor:
+        return state.layer(len(self.described.layers), self._empty(1, self.config.hidden_size))[0]
 
     def last_hidden_states(self, state: KVCache) -> Tensor:
         with computing():
-            store = in_mlx(self.hidden_states(state))
+            store = in_mlx(self.hidden_store(state))[0]
             last = [start + max(length - 1, 0) for start, length in zip(state.starts, state.lengths, strict=True)]
             hidden = store[mx.array(last)][:, None]
             has_tokens = mx.array([length > 0 for length in state.lengths])[:, None, None]

@@ -159,9 +159,8 @@ class LayerCache:
         self._nodes, self._layer, self.offset = nodes, layer, nodes.offset
 
     def update_and_fetch(self, keys: Array, values: Array) -> list[Array]:
-        cache = self._nodes.cache
-        cache.extend(self._layer, MLXTensor(keys), MLXTensor(values))
-        return cache.read(self._layer, keys.shape[2])
+        views = self._nodes.cache.write(self._layer, MLXTensor(keys), MLXTensor(values))
+        return [in_mlx(view) for view in views]
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Any:
         return self._nodes.mask(window_size, return_array)

@@ -143,9 +143,6 @@ class CompiledLayers(ABC):
         library: Library built for the dtypes and head size of the layers.
         count: Number of layers.
         max_positions: Positions from this one on are clamped to the last before it.
-
-    Attributes:
-        no_slots: An empty tensor of the dtype of keys and values.
     """
 
     def __init__(self, library: Library, count: int, max_positions: int) -> None:
@@ -155,7 +152,7 @@ class CompiledLayers(ABC):
         self._owners: list[Tensor] = []
         # `_reach` changes `_model` and `_layers`, so the lock guards them too.
         self._lock = threading.Lock()
-        self.workspace, self.no_slots = torch.empty(0), torch.empty(0, dtype=library.store_dtype)
+        self.workspace = torch.empty(0)
         self._tables: list[tuple[Tensor, Tensor]] = []
 
     @abstractmethod

@@ -32,7 +32,7 @@ from blockdraft.kernels.cpu.library import (
     ModelFields,
 )
 from blockdraft.machine import return_freed
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, StoreShape
 from blockdraft.nn.draft_network import DraftDescription, DraftNetwork
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.nn.packed import PackedLinear, check_tokens
@@ -105,19 +105,18 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         else:
             self._reduced = host.reduced_head
             self._pack_heads(described)
+        hidden_state = StoreShape(1, 1, self.config.hidden_size, torch.float32 if described.layers else self._dtype)
+        if described.layers:
+            heads, size = self.config.num_key_value_heads, library.slot_size(self.config.head_dim)
+            keys_values = StoreShape(len(described.layers), 2 * heads, size, library.store_dtype)
+            self.shapes = (keys_values, hidden_state) if described.has_pairs else (keys_values,)
+        else:
+            self.shapes = (hidden_state,)
         return_freed()
 
     @property
     def grown_vocabulary(self) -> Tensor | None:
         return None if self._growing is None else self._kept[: self._growing.outputs]
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        config, described = self.config, self.described
-        if not described.layers:
-            return batch * capacity * int(config.hidden_size) * self._dtype.itemsize
-        slot = 2 * len(described.layers) * int(config.num_key_value_heads) * self.library.slot_size(config.head_dim)
-        hidden_state = 4 * int(config.hidden_size) if described.has_pairs else 0
-        return batch * capacity * (slot * self.library.store_dtype.itemsize + hidden_state)
 
     def weight_bytes(self) -> int:
         grown = 0 if self._growing is None else self._growing.nbytes
@@ -136,14 +135,14 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         if not self.described.layers:
-            state.extend(0, hidden_states.to(self._dtype).unsqueeze(1))
+            state.extend(state.stores[0][0], hidden_states.to(self._dtype).unsqueeze(1))
         elif self._has_pairs:
             if self._growing is not None and self._growing.add(tokens):
                 self._model.head = self._growing.fields
             known, fused = self.hidden_states(state), self._fuse(hidden_states)
             before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
             self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
-            state.extend(1, fused.unsqueeze(1))
+            state.extend(state.stores[1][0], fused.unsqueeze(1))
         else:
             normed = self._normed(hidden_states)
             call, end = self._call(state, normed.size(0), normed.size(1))
@@ -228,8 +227,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
 
     def hidden_states(self, state: KVCache) -> Tensor:
         """Return the hidden states of all KV slots, `[slots, H]`, in float32 for pairs."""
-        like = torch.empty(0) if self._has_pairs else torch.empty(0, dtype=self._dtype)
-        return state.layer(int(self._has_pairs), like.new_empty(1, 1, 0, self.config.hidden_size))[0][0]
+        return state.stores[-1][0, 0]
 
     def pass_of(
         self, state: KVCache, tokens: Tensor, beside: Tensor, parents: array[int], done: int, window: int
@@ -474,10 +472,8 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
 
         The nodes follow the committed tokens of each sequence and `done` earlier nodes.
         """
-        config, end = self.config, state.check_room(done + count)
-        size = self.library.slot_size(config.head_dim)
-        shape = (len(self._layers), 2 * config.num_key_value_heads, size)
-        memory = state.memory(*shape, self.no_slots)
+        end, memory = state.check_room(done + count), state.stores[0]
+        assert state.shapes == self.shapes, state.shapes
         lengths, starts = numbers(state.lengths), numbers(state.starts)
         assert len(lengths) == batch, (state.lengths, batch)
         call = CallFields(

@@ -56,7 +56,7 @@ class CapturedDraftRunner(TorchDraftRunner):
         slots = slot_bucket(max(state.lengths) + count)
         if window is not None or slots > state.capacity:
             return super().draft_tokens(state, tokens, first, window)
-        store, is_memory = state.view(self._memory(state), count, slots)
+        store, is_memory = state.view(state.stores[0], count, slots)
         if not is_memory:
             return super().draft_tokens(state, tokens, first, window)
 
@@ -113,7 +113,7 @@ class CapturedDraftRunner(TorchDraftRunner):
         batch, slots = len(anchor), slot_bucket(max(state.lengths) + draft_tokens)
         if window is not None or slots > state.capacity or not all(state.lengths):
             return None
-        stores = [self.hidden_states(state).unsqueeze(0), *self.stores(state)]
+        stores = [self.hidden_store(state), *self.stores(state)]
         views = [state.view(store, draft_tokens, slots) for store in stores]
         if not all(is_memory for _, is_memory in views):
             return None
