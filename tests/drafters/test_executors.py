@@ -1,0 +1,166 @@
+"""Every kind of draft network, and the target, on every executor: the numbers of torch after any change of a state."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from captured_forwards import Recorder
+from torch import Tensor
+
+from blockdraft import load_drafter, load_target
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, TreePlan, chain_parents
+from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
+from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
+from blockdraft.kernels.cuda.captured_decoder import CapturedDecoder
+from blockdraft.kernels.cuda.captured_runner import CapturedDraftRunner
+from blockdraft.kernels.cuda.graphs import room
+from blockdraft.nn.torch_decoder import TorchDecoder
+from blockdraft.nn.torch_runner import TorchDraftRunner
+from blockdraft.targets.exact import ExactDecoder
+from blockdraft.types import SamplingParams
+
+KINDS = ("dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp", "mixed")
+RUNNERS = {"torch": TorchDraftRunner, "compiled": CompiledDraftRunner, "captured": CapturedDraftRunner}
+DECODERS = {"torch": TorchDecoder, "compiled": CompiledDecoder, "captured": CapturedDecoder, "exact": ExactDecoder}
+BATCHES = (1, 16)
+SECONDS = [1.0 + 0.01 * count for count in range(41)]
+SLOTS = room(60)
+
+
+def target_on(executor: str, folder: Path) -> Any:
+    how = {"compile": "on" if executor == "compiled" else "off", "exact": executor == "exact"}
+    target: Any = load_target(folder, dtype="float32", device="cpu", backend="native", **how)
+    if executor == "captured":
+        target.capture(Recorder())
+    assert type(target.executor) is DECODERS[executor]
+    return target
+
+
+@pytest.fixture
+def load(
+    request: pytest.FixtureRequest, tiny_target_dir: Path, installed_plugin: Callable[..., None]
+) -> Iterator[Callable[[str, str], Any]]:
+    """Return a function that loads the drafter of a kind for an executor."""
+    folder = Path(__file__).parent / "new_kind"
+    installed_plugin("mixed-layers", "[blockdraft.drafters]\nmixed = mixed_layers\n", folder)
+
+    def loaded(kind: str, executor: str) -> Any:
+        fixture = {"dflash": "tiny_drafter_dir"}.get(kind, f"tiny_{kind}_dir")
+        place = kind if kind == "mixed" else request.getfixturevalue(fixture)
+        return load_drafter(place, target=target_on(executor, tiny_target_dir))
+
+    yield loaded
+    sys.modules.pop("mixed_layers", None)
+
+
+def plans(batch: int) -> list[Plan]:
+    """Return plans of all kinds, each for requests some of which are sampled."""
+    greedy = [SamplingParams()] * batch
+    mixed = [SamplingParams(temperature=(0.0, 1.0, 0.7)[row % 3]) for row in range(batch)]
+    uniforms = torch.rand(batch, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return [
+        ChainPlan(4, mixed),
+        ChainPlan(4, greedy, draft_window=5),
+        ChainPlan(4, greedy, step_seconds=SECONDS),
+        TreePlan(4, mixed, 11),
+        TreePlan(4, greedy, 20, step_seconds=SECONDS),
+        SampledPlan(4, [SamplingParams(temperature=1.0)] * batch, uniforms),
+    ]
+
+
+def changed(new_state: Callable[[int, int], Any], read: Callable[..., None], batch: int) -> Iterator[Any]:
+    """Yield the state of sequences after each way to change them: read, cut, copied, and stored.
+
+    Args:
+        read: Function from a state, numbers of tokens to read, and numbers of them to commit.
+    """
+    state = new_state(batch + 2, SLOTS)
+    rows = [number * SLOTS for number in range(batch + 2)]
+    own, copied, loaded = rows[:batch], *rows[batch:]
+    part = state.of(own)
+    read(part, 9, [9] * batch)
+    yield part
+    read(part, 6, [6 - number % 4 for number in range(batch)])
+    yield part
+    part.truncate([length - number % 3 for number, length in enumerate(part.lengths)])
+    read(part, 1, [1] * batch)
+    yield part
+    state.copy(own[-1], copied, 8)
+    yield state.of([*own[:-1], copied])
+    read(state.of([copied]), 3, [2])
+    state.load(loaded, range(7), state.export(own[0], 7))
+    yield state.of([loaded, *own[1:]])
+
+
+def drafts(drafter: Any, batch: int) -> Iterator[Proposal]:
+    generator = torch.Generator().manual_seed(batch)
+    size = max(len(drafter.target_layers), 1) * drafter.target.hidden_size
+
+    def read(state: Any, count: int, lengths: Sequence[int]) -> None:
+        tokens = torch.randint(5, 200, (len(lengths), count), generator=generator)
+        drafter.observe(state, tokens, torch.randn(len(lengths), count, size, generator=generator), lengths)
+
+    for state in changed(drafter.new_state, read, batch):
+        anchors = torch.randint(5, 200, (batch,), generator=generator)
+        before = list(state.lengths)
+        for plan in plans(batch):
+            yield drafter.propose(state, anchors, plan)
+            assert state.lengths == before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("executor", ["compiled", "captured"])
+def test_drafts_are_torchs(executor: str, kind: str, batch: int, load: Callable[[str, str], Any]) -> None:
+    ours, theirs = load(kind, executor), load(kind, "torch")
+    without = (executor, kind) == ("captured", "medusa")  # heads are not captured
+    assert type(ours.runner) is (TorchDraftRunner if without else RUNNERS[executor])
+    assert (
+        ours.state_bytes(2, 50)
+        == theirs.state_bytes(2, 50)
+        == ours.new_state(2, 50).nbytes + sum(shape.token_bytes * 100 for shape in theirs.runner.shapes)
+    )
+    for mine, expected in zip(drafts(ours, batch), drafts(theirs, batch), strict=True):
+        assert torch.equal(mine.tokens, expected.tokens) and torch.equal(mine.parents, expected.parents)
+        torch.testing.assert_close(mine.expected, expected.expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(mine.acceptance_probs, expected.acceptance_probs, rtol=1e-3, atol=1e-4)
+        assert (mine.q is None) == (expected.q is None)
+        for q, other in zip(mine.q or (), expected.q or (), strict=True):
+            if q is not None and other is not None:
+                torch.testing.assert_close(q.probs.cpu(), other.probs, rtol=1e-3, atol=1e-4)
+
+
+TREE = torch.tensor([[-1, 0, 0, 1, 1, 2, 5]])
+
+
+def scores(target: Any, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits and hidden states of chains and trees, which are never committed."""
+    generator, layers = torch.Generator().manual_seed(batch), (0, 2, 3)
+
+    def tokens(rows: int, count: int) -> Tensor:
+        return torch.randint(5, 200, (rows, count), generator=generator)
+
+    def read(cache: Any, count: int, lengths: Sequence[int]) -> None:
+        last = torch.tensor(lengths) - 1
+        target.forward(tokens(len(lengths), count), chain_parents(len(lengths), count), cache, (), last)
+        cache.commit([range(length) for length in lengths])
+
+    for cache in changed(target.new_cache, read, batch):
+        for parents in (chain_parents(batch, 1), chain_parents(batch, 5), TREE.expand(batch, -1)):
+            output = target.forward(tokens(batch, parents.size(1)), parents, cache, layers)
+            yield output.logits, output.hidden_states
+        cache.commit([[0, 2, 5]] * batch)  # of the tree
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("executor", ["compiled", "captured", "exact"])
+def test_scores_of_the_target_are_torchs(executor: str, batch: int, tiny_target_dir: Path) -> None:
+    ours, theirs = target_on(executor, tiny_target_dir), target_on("torch", tiny_target_dir)
+    assert ours.cache_bytes(2, 50) == theirs.cache_bytes(2, 50)
+    for mine, expected in zip(scores(ours, batch), scores(theirs, batch), strict=True):
+        torch.testing.assert_close(mine, expected, atol=2e-4, rtol=1e-3)
