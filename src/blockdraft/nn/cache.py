@@ -341,6 +341,16 @@ class KVCache(SequenceState):
             nodes = copied.select(-4, index)[..., length : length + count, :]
             memory[..., start + length : start + length + count, :] = nodes
 
+    def last(self, store: Tensor) -> Tensor:
+        """Return what a store `[1, slots, size]` holds of each sequence's last token, `[B, 1, size]`; 0 without one."""
+        tokens = [start + max(length - 1, 0) for start, length in zip(self.starts, self.lengths, strict=True)]
+        index = torch.tensor(tokens)
+        last = store[0, index if store.device.type == "cpu" else send(index, store.device)]
+        if not all(self.lengths):
+            empty = send(torch.tensor([length == 0 for length in self.lengths]), store.device)
+            last = last.masked_fill(empty[:, None], 0)
+        return last.unsqueeze(1)
+
     def extend(self, store: Tensor, nodes: Tensor) -> None:
         """Write nodes `[B, heads, N, D]` behind the committed tokens in a layer's store `[heads, slots, D]`."""
         self.check_room(nodes.size(2))

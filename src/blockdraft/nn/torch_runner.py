@@ -189,7 +189,7 @@ class TorchDraftRunner(DraftRunner):
 
     def last_hidden_states(self, state: KVCache) -> Tensor:
         """Return the hidden state of each sequence's last token, `[B, 1, H]`; 0 for sequences without tokens."""
-        return last_hidden_states(state, self.hidden_store(state)[0])
+        return state.last(self.hidden_store(state))
 
     # Blocks, over keys and values that are made of hidden states.
 
@@ -372,20 +372,6 @@ def span_of(kind: DraftLayerKind) -> tuple[bool, int | None]:
 def picked(nodes: Tensor, indices: Tensor) -> Tensor:
     """Return the values `[B, K, D]` of the nodes `[B, N, D]` with these indices `[B, K]` int64."""
     return nodes.gather(1, indices.unsqueeze(2).expand(-1, -1, nodes.size(2)))
-
-
-def last_hidden_states(state: KVCache, store: Tensor) -> Tensor:
-    """Return the hidden state of each sequence's last token, `[B, 1, H]`; 0 for sequences without tokens.
-
-    Args:
-        store: Hidden states of all KV slots, `[slots, H]`.
-    """
-    slots = [start + max(length - 1, 0) for start, length in zip(state.starts, state.lengths, strict=True)]
-    last = store[send(torch.tensor(slots), store.device)]
-    if not all(state.lengths):
-        empty = send(torch.tensor([length == 0 for length in state.lengths]), store.device)
-        last = last.masked_fill(empty[:, None], 0)
-    return last.unsqueeze(1)
 
 
 def joined(projections: Sequence[nn.Linear], views: bool = True) -> PackedLinear:

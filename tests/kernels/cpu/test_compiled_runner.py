@@ -164,7 +164,7 @@ def test_a_chain_through_numbers_that_are_none(tiny_target_dir: Path) -> None:
     network = network_of("eagle3")
     run = target.runner(network)
     state = two_texts(run, network)
-    run.hidden_states(state)[:] = float("nan")
+    state.stores[-1][:] = float("nan")
     tokens, expected = run.chain(state, torch.tensor([40, 41]), 3, None, [1.0, 1.0, 1.0, 1.0])
     assert set(tokens[:, 1:].flatten().tolist()) <= set(network.kept.tolist())
 

@@ -71,6 +71,8 @@ class DFlashDrafter(RunnerDrafter):
         self.target = target
         self.runner: DraftRunner = target.runner(self.network, self.reduced_head, owned)
         self.network.to(target.device, target.dtype)
+        adjustments = self.config.output_multiplier, self.config.final_logit_softcapping
+        self._adjusts_logits = adjustments != (1, None)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     @torch.no_grad()
@@ -128,7 +130,8 @@ class DFlashDrafter(RunnerDrafter):
         Unknown positions hold the mask token. The output of a DFlash drafter at position 0 has no meaning.
         """
         hidden, logits = self.runner.draft_tokens(state, tokens, first, window)
-        logits = self.network.adjust_logits(logits)
+        if self._adjusts_logits:
+            logits = self.network.adjust_logits(logits)
         mark(HEAD)
         return hidden, logits
 

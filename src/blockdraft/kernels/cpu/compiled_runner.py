@@ -36,7 +36,7 @@ from blockdraft.nn.cache import KVCache, StoreShape
 from blockdraft.nn.draft_network import DraftDescription, DraftNetwork
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.nn.packed import PackedLinear, check_tokens
-from blockdraft.nn.torch_runner import last_hidden_states, picked
+from blockdraft.nn.torch_runner import picked
 from blockdraft.timing import HEAD, PASS, mark
 
 KNOWN = frozenset(
@@ -139,8 +139,8 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         elif self._has_pairs:
             if self._growing is not None and self._growing.add(tokens):
                 self._model.head = self._growing.fields
-            known, fused = self.hidden_states(state), self._fuse(hidden_states)
-            before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
+            fused = self._fuse(hidden_states)
+            before = torch.cat([state.last(state.stores[-1][0]), fused[:, :-1]], dim=1)
             self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
             state.extend(state.stores[1][0], fused.unsqueeze(1))
         else:
@@ -153,7 +153,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         if not self.described.layers:
-            return self._run_heads(last_hidden_states(state, self.hidden_states(state)), tokens.size(1) - first)
+            return self._run_heads(state.last(state.stores[0][0]), tokens.size(1) - first)
         if self.lender is None:
             hidden = self.block_pass(state, self.embed(tokens), window)[:, first:]
             mark(PASS)
@@ -191,7 +191,7 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         tokens[:, 0] = anchor
         current, best = torch.empty(2, batch, dtype=torch.int64)
         parents = torch.empty(batch * draft_tokens, dtype=torch.int64)
-        known = last_hidden_states(state, self.hidden_states(state)).contiguous()
+        known = state.last(state.stores[-1][0]).contiguous()
         hidden_state = torch.empty(batch, self.config.hidden_size)
         logits = torch.empty(batch, self._model.head.outputs)
         expected, survival, following = torch.empty(3, batch)
@@ -224,10 +224,6 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CompiledNodes:
         return CompiledNodes(self, state, window)
-
-    def hidden_states(self, state: KVCache) -> Tensor:
-        """Return the hidden states of all KV slots, `[slots, H]`, in float32 for pairs."""
-        return state.stores[-1][0, 0]
 
     def pass_of(
         self, state: KVCache, tokens: Tensor, beside: Tensor, parents: array[int], done: int, window: int
@@ -505,7 +501,7 @@ class CompiledNodes:
 
     def __init__(self, run: CompiledDraftRunner, state: KVCache, window: int | None) -> None:
         self._run, self._state, self._window = run, state, EVERYWHERE if window is None else window
-        self._hidden_state = last_hidden_states(state, run.hidden_states(state))
+        self._hidden_state = state.last(state.stores[-1][0])
         self._parents: list[list[int]] = [[] for _ in state.starts]
         self._last = 0  # nodes per sequence of the last call
 
