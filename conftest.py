@@ -4,8 +4,13 @@ import gc
 import os
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,3 +40,44 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def constants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets constants of a module, such as sizes and times, until the test ends."""
+
+    def set_constants(module: ModuleType | str, **values: Any) -> None:
+        module = import_module(module) if isinstance(module, str) else module
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+
+    return set_constants
+
+
+@pytest.fixture
+def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that pretends how many bytes of every disk are free."""
+
+    def pretend(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2 * free, used=free, free=free))
+
+    return pretend
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list whose one number `time.perf_counter` returns until the test ends."""
+    seconds = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+@pytest.fixture
+def other_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
+    """Return how many cores other programs seem to use: none, until the test says otherwise. Each step is checked."""
+    from blockdraft.machine import OtherWork
+
+    load: dict[str, float | None] = {"cores": None}
+    monkeypatch.setattr(OtherWork, "seconds", property(lambda self: 1.0))
+    monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: load["cores"])
+    return load

@@ -22,6 +22,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 GPU = torch.device("cuda:0")
 MEMORY = 2**34  # bytes, of which none are ever taken
+# What functions of `torch.cuda` return.
+ANSWERS = {
+    "_lazy_init": None,
+    "is_available": True,
+    "synchronize": None,
+    "get_device_name": "pretended",
+    "mem_get_info": (MEMORY, MEMORY),
+    "memory_reserved": 0,
+    "memory_allocated": 0,
+}
 DATA_DEPENDENT = DataDependentOutputException, DynamicOutputShapeException
 RESULT_TYPES = dict[Any, Any]()  # of operations by their arguments, in this process
 
@@ -182,13 +192,8 @@ def pretended_gpu() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceContext, "__torch_function__", noted)
         patch.setattr(torch, "tensor", tensor)  # C++ would ask for a GPU
-        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "pretended")
-        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (MEMORY, MEMORY))
-        patch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
-        patch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
+        for name, answer in ANSWERS.items():
+            patch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
         patch.setattr(threading.Thread, "run", in_mode)
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

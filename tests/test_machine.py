@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Path:
     """Where control groups are; the machine itself has 1000 bytes free, and this process is in no group."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+    constants(machine, CGROUPS=tmp_path / "cgroup", OWN_CGROUP=tmp_path / "own")
     return tmp_path / "cgroup"
 
 
@@ -91,9 +91,9 @@ def test_tensor_on_the_device_is_not_copied() -> None:
     assert send(values, CPU) is values
 
 
-def test_flags_are_those_that_all_cores_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_those_that_all_cores_have(tmp_path: Path, constants: Callable[..., None]) -> None:
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(machine, "CPUINFO", info)
+    constants(machine, CPUINFO=info)
     assert processor_flags() == frozenset()
     info.write_text(
         "processor\t: 0\nflags\t\t: fpu avx2 avx512f\nvmx flags\t: vnmi\nprocessor\t: 1\nflags\t\t: fpu avx2\n"
@@ -120,8 +120,8 @@ def test_a_peak_is_what_was_taken_at_most_since() -> None:
     assert least < 128 << 20 and 256 << 20 <= most < 512 << 20
 
 
-def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "PROCESS", tmp_path / "absent")
+def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, constants: Callable[..., None]) -> None:
+    constants(machine, PROCESS=tmp_path / "absent")
     assert machine.PeakMemory().bytes() is None
 
 

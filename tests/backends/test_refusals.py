@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,12 @@ def test_a_drafter_that_the_backend_runs_has_no_warning(
 
 @pytest.mark.mlx
 def test_on_apple_silicon_mlx_is_the_first_choice(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
 ) -> None:
     """The next backend takes over models and options that MLX does not support, and gives the reason."""
     pytest.importorskip("mlx_lm")
     module = backends()["mlx"]
-    monkeypatch.setattr(module, "RANK", -1)
+    constants(module, RANK=-1)
     monkeypatch.setattr(module.MLXTarget, "chosen_for", "this machine has Apple silicon")
     chosen = load_target(tiny_target_dir, dtype="float32", device="cpu")
     assert (chosen.backend, chosen.backend_reason) == ("mlx", None) and chosen.chosen_for

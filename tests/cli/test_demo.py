@@ -45,8 +45,8 @@ def test_without_a_network(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_a_model_that_is_pulled(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")  # none is bundled for it, which is a tiny one here
+def test_a_model_that_is_pulled(blockdraft: Run, constants: Callable[..., None], tmp_path: Path) -> None:
+    constants(places, PAIRS=tmp_path / "pair")  # none is bundled for it, which is a tiny one here
     shutil.copytree(TINY / "target", models_folder() / "smollm2")
     done = blockdraft("demo")
     assert done.code == 0 and "Model: smollm2" in done.out and "Drafter: lookup" in done.out

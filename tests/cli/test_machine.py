@@ -14,7 +14,7 @@ import torch
 from blockdraft.drafters import load_drafter
 from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.kernels.cpu.build import Build
-from blockdraft.machine import CACHED, OtherWork
+from blockdraft.machine import CACHED
 from blockdraft.targets import load_target
 
 Run = Callable[..., tuple[int, str, str]]
@@ -142,16 +142,16 @@ def test_cached_files_are_of_known_kinds(
 
 
 def test_costs_are_measured_once_and_shown(
-    tiny_target_dir: Path, tiny_drafter_dir: Path, own_cache: Path, blockdraft: Run, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, tiny_drafter_dir: Path, own_cache: Path, blockdraft: Run, other_work: dict[str, float | None]
 ) -> None:
-    monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: 1.0)
+    other_work["cores"] = 1.0
     words = ("calibrate", "--device", "cpu", "--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
     words += ("--batch-size", 2)
     assert (
         "Not stored, since other programs used 1.0 cores meanwhile; calibrate while nothing else runs."
         in blockdraft(*words)[2]
     )
-    monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: None)
+    other_work["cores"] = None
     code, out, err = blockdraft(*words)
     assert code == 0
     assert "R, chain of 7" in out and "R, tree of 64" in out and "batch size 2: plain step" in err

@@ -21,9 +21,9 @@ MASK = (PROMPTS != PAD).long()
 
 
 @pytest.fixture(autouse=True)
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> None:
     """Keep transformers' copies of the folder's code in a folder of the test's own."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    constants("transformers.dynamic_module_utils", HF_MODULES_CACHE=str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
 
 

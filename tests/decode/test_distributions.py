@@ -1,7 +1,7 @@
 """Distributions after each node, and probabilities, against transformers and by brute force."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -140,7 +140,7 @@ def test_rows_without_a_distribution_are_reported(bad: float, dtype: torch.dtype
     assert distributions(*params, logits=logits).invalid_rows == [0, 1]
 
 
-def test_tokens_sampled_ahead_are_those_sampled_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_sampled_ahead_are_those_sampled_when_asked_for(constants: Callable[..., None]) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 3, 5, generator=generator)
     uniforms = torch.rand(3, 3, generator=generator, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_tokens_sampled_ahead_are_those_sampled_when_asked_for(monkeypatch: pyte
     asked, ahead = made(), made()
     assert not asked.draws_ahead  # on a CPU, where it would cost
     ahead.draws_ahead = True
-    monkeypatch.setattr("blockdraft.decode.distributions.PART", 10)  # two distributions at a time
+    constants("blockdraft.decode.distributions", PART=10)  # two distributions at a time
     everywhere = [(row, node) for row in range(3) for node in range(3)]
     expected = [asked.draw([row], [node], uniforms)[0] for row, node in everywhere]
     assert [ahead.draw([row], [node], uniforms)[0] for row, node in everywhere] == expected

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,10 +295,10 @@ def test_the_place_of_a_drafter_needs_no_target(
 
 
 def test_a_drafter_of_the_hub(
-    target: Target, tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target, tiny_drafter_dir: Path, tmp_path: Path, constants: Callable[..., None]
 ) -> None:
     """The hub's client takes downloaded files where there is no connection."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    constants("huggingface_hub.constants", HF_HUB_CACHE=str(tmp_path))
     repository = tmp_path / "models--owner--tiny"
     shutil.copytree(tiny_drafter_dir, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()

@@ -1,7 +1,6 @@
 """Combinations: which drafter's drafts a tree or chain takes, and that a bad choice never changes the output."""
 
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,10 +120,7 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert three.propose(three.new_state(2, 20), anchors, in_turn((1.0, 0.5, 2.3))).part == 2
 
 
-def test_the_time_to_observe_what_others_drafted_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
+def test_the_time_to_observe_what_others_drafted_is_stated(clock: list[float]) -> None:
     class Slow(Scripted):
         def observe(self, *given: Any) -> None:
             clock[0] += 5.0

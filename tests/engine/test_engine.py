@@ -1,7 +1,6 @@
 """Decoding with any drafter equals plain decoding, whatever it drafts."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,15 +214,18 @@ def test_bad_requests_are_refused(
 
 @pytest.mark.parametrize("most_kept", [512, 3])
 def test_what_earlier_steps_left_to_do_does_not_count_as_this_ones_time(
-    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_kept: int
+    target: Target,
+    random_drafter: DFlashDrafter,
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
+    clock: list[float],
+    most_kept: int,
 ) -> None:
-    monkeypatch.setattr("blockdraft.engine.runner.MAX_PENDING_STEPS", most_kept)
+    constants("blockdraft.engine.runner", MAX_PENDING_STEPS=most_kept)
     request = Engine(target, random_drafter, drafting=Drafting(None)).request(
         PROMPTS[0], SamplingParams(30, ignore_eos=True)
     )
     late: list[int] = []
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     observe = random_drafter.observe
 
     def slow(state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
@@ -242,11 +244,10 @@ def test_what_earlier_steps_left_to_do_does_not_count_as_this_ones_time(
 
 
 def test_what_a_proposal_took_to_catch_up_does_not_count_as_the_steps_time(
-    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
+    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     request = Engine(target, random_drafter, drafting=Drafting(None)).request(PROMPTS[0], SamplingParams(30))
-    clock, propose = [0.0], random_drafter.propose
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    propose = random_drafter.propose
 
     def late(*given: Any) -> Proposal:
         clock[0] += 1000.0

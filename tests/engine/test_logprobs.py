@@ -1,5 +1,6 @@
 """Logprobs against transformers, with all ways to draft and in batches."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,8 +144,8 @@ def test_of_equal_tokens_the_lower_comes_first_and_there_are_no_more_than_tokens
     assert token_logprobs(logits, [1], 0) == [TokenLogprob(1, one.top[0][1])]
 
 
-def test_long_texts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_scored_in_parts(constants: Callable[..., None]) -> None:
     logits = torch.randn(7, 11)
     whole = token_logprobs(logits, list(range(7)), 2)
-    monkeypatch.setattr("blockdraft.engine.runner.PART", 30)
+    constants("blockdraft.engine.runner", PART=30)
     assert token_logprobs(logits, list(range(7)), 2) == whole

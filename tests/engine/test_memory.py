@@ -1,6 +1,7 @@
 """Planned memory of engines."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_fewer_slots_where_the_memory_does_not_suffice(
 
 
 def test_fewer_slots_where_other_programs_use_the_memory(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
 ) -> None:
     def shared(**given: int) -> Engine:
         return Engine(target, drafter, 5, Drafting(None), shares_memory=True, **given)
@@ -80,13 +81,13 @@ def test_fewer_slots_where_other_programs_use_the_memory(
     assert shared().cache_tokens == whole.cache_tokens  # a small model
     assert shared(cache_tokens=longest + 3).cache_tokens == longest + 3
     monkeypatch.setattr(kv_slots, "free_bytes", lambda device: 4 * whole.memory.bytes(3 * longest))
-    monkeypatch.setattr(kv_slots, "USUAL_BYTES", 1)
+    constants(kv_slots, USUAL_BYTES=1)
     assert shared().cache_tokens == 3 * longest  # a quarter of the free memory
     monkeypatch.setattr(kv_slots, "free_bytes", lambda device: 2 * whole.memory.bytes(longest))
-    monkeypatch.setattr(kv_slots, "USUAL_BYTES", whole.memory.bytes(2 * longest))
+    constants(kv_slots, USUAL_BYTES=whole.memory.bytes(2 * longest))
     for given in ({}, {"cache_tokens": 3 * longest}, {"prefix_tokens": 100}):
         assert shared(**given).cache_tokens == 2 * longest
-    monkeypatch.setattr(kv_slots, "USUAL_BYTES", 1)  # one request has room in any case
+    constants(kv_slots, USUAL_BYTES=1)  # one request has room in any case
     assert shared().cache_tokens == longest
     monkeypatch.setattr(kv_slots, "free_bytes", lambda device: whole.memory.bytes(longest) - 1)
     assert shared().cache_tokens < longest

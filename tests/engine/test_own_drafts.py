@@ -5,7 +5,7 @@ They change the speed and no token, with any drafter, next to other requests, gr
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -404,7 +404,12 @@ class TestPutFirst:
 
 @pytest.mark.parametrize(("tree_budget", "expected"), [("auto", 0), (6, 6), (0, 0)])
 def test_only_trees_of_fixed_size_grow_beside_own_drafts(
-    target: Target, tiny_drafter_dir: Path, tree_budget: Any, expected: int, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    tiny_drafter_dir: Path,
+    tree_budget: Any,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
 ) -> None:
     budgets = set[int]()
 
@@ -413,7 +418,7 @@ def test_only_trees_of_fixed_size_grow_beside_own_drafts(
         return put_first(own, proposal, budget)
 
     monkeypatch.setattr("blockdraft.engine.runner.put_first", recorded)
-    monkeypatch.setattr("blockdraft.engine.adaptive.policy.MARGIN", 0.0)  # so that drafting never pauses
+    constants("blockdraft.engine.adaptive.policy", MARGIN=0.0)  # so that drafting never pauses
     drafter = load_drafter(tiny_drafter_dir, target=target)
     with Engine(target, drafter, drafting=Drafting(tree_budget=tree_budget)) as engine:
         engine.generate(PROMPTS[:1], SamplingParams(60, grammar=OBJECT))

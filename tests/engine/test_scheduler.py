@@ -673,10 +673,13 @@ def test_rows_come_and_go_and_nothing_is_left(target: Target, drafter: Drafter, 
 
 
 def test_the_log_shows_how_long_a_prompt_takes(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: Target,
+    drafter: Drafter,
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(scheduler, "EXPLAINED_TOKENS", 100)
-    monkeypatch.setattr(scheduler, "LOG_SECONDS", 0.5)
+    constants(scheduler, EXPLAINED_TOKENS=100, LOG_SECONDS=0.5)
     caplog.set_level("INFO", "blockdraft")
     hand = ByHand(Engine(target, drafter, prefill_tokens=50, drafting=Drafting(None)))
     SlowTarget(hand, monkeypatch)

@@ -15,7 +15,6 @@ from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.engine.adaptive import costs
 from blockdraft.engine.worker import worker_of
 from blockdraft.errors import ClosedError, UsageError
-from blockdraft.machine import OtherWork
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -124,14 +123,14 @@ def test_a_listener_may_close_its_engine(target: Target, drafter: Drafter) -> No
 def test_step_times_are_stored_for_the_next_engine_unless_the_machine_is_busy(
     other_cores: float | None,
     is_stored: bool,
+    other_work: dict[str, float | None],
     target: Target,
     drafter: Drafter,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(OtherWork, "seconds", property(lambda self: 1.0))
-    monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: other_cores)
+    other_work["cores"] = other_cores
     file = costs.path(target, drafter)
     with Engine(target, drafter, drafting=Drafting("auto")) as engine:
         engine.generate(PROMPTS, GREEDY)

@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 import zipfile
-from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -241,9 +241,8 @@ def test_without_pip(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch)
         pull(model)
 
 
-def test_without_space(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9e9, 5e9, 4_999_999))
+def test_without_space(index: Path, model: Model, free_disk: Callable[[int], None]) -> None:
+    free_disk(4_999_999)
     with pytest.raises(UsageError, match=r"has 5 MB left, and 5 MB are needed; free some space.*BLOCKDRAFT_CACHE"):
         pull(model)
     assert left() == []

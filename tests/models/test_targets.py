@@ -36,16 +36,16 @@ def pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Pat
 
 
 @pytest.fixture
-def its_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_drafter_dir: Path) -> Path:
+def its_drafter(tmp_path: Path, constants: Callable[..., None], tiny_drafter_dir: Path) -> Path:
     """A bundled drafter of SmolLM2."""
-    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")
+    constants(places, PAIRS=tmp_path / "pair")
     return Path(shutil.copytree(tiny_drafter_dir, tmp_path / "pair/smollm2/drafter"))
 
 
 @pytest.fixture
-def unbundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def unbundled(tmp_path: Path, constants: Callable[..., None]) -> None:
     """No model of the catalogue has a bundled drafter."""
-    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")
+    constants(places, PAIRS=tmp_path / "pair")
 
 
 def test_a_name_is_a_target_wherever_a_folder_is(pulled: Path) -> None:

@@ -86,9 +86,11 @@ def test_each_drafter_is_judged_by_its_fastest_way() -> None:
 
 
 @pytest.mark.slow
-def test_figures_that_are_measured_make_cards(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_that_are_measured_make_cards(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
+) -> None:
     folder, data = build(), tmp_path / "data/prompts"
-    monkeypatch.setattr(measure, "WIDE_WAYS", {"blocks of 2": Drafting(2)})
+    constants(measure, WIDE_WAYS={"blocks of 2": Drafting(2)})
     problems = {"problems": 20, "solved": {"1": 0.5}, "solved_of_one_or_two_steps": 0.5}  # too long for the tiny target
     monkeypatch.setattr(measure, "solved", lambda target, count, corpus: problems)
     for name in ("target", *DRAFTERS):

@@ -232,8 +232,8 @@ def test_a_prompt_that_is_too_long_is_dropped(recipe: Any, target: Target) -> No
     assert line["dropped"] and "turns" not in line
 
 
-def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe.shards, "SHARD_LINES", 3)
+def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, constants: Callable[..., None]) -> None:
+    constants(recipe.shards, SHARD_LINES=3)
     folder, packed = tmp_path / "responses", tmp_path / "packed"
     shards = recipe.shards.Shards(folder, "part-0")
     for number in range(4):
@@ -286,11 +286,12 @@ def test_recorded_hidden_states_are_those_of_the_documents(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
 ) -> None:
     prompts, recorded = tmp_path / "prompts.jsonl", tmp_path / "recorded"
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
-    monkeypatch.setattr(recipe.recording, "FILE_TOKENS", 1000)
-    monkeypatch.setattr(recipe.code_files, "TOKENS", 100)
+    constants(recipe.recording, FILE_TOKENS=1000)
+    constants(recipe.code_files, TOKENS=100)
 
     run("prompts", "--data", data, "--out", prompts, "--count", 40)
     options = ("--target", tiny_target_dir, "--prompts", prompts, "--out", tmp_path / "responses", "--tokens", 30)
@@ -325,6 +326,7 @@ def test_commands_stop_and_resume(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
 ) -> None:
     prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses"
 
@@ -343,7 +345,7 @@ def test_commands_stop_and_resume(
         run("responses", *options, "--share", f"{part}/2")
     lines = list(recipe.shards.read_shards(responses))
     assert {line["id"] for line in lines} == tasks and len(lines) == len(tasks)
-    monkeypatch.setattr(recipe.documents, "VALIDATION", 3)
+    constants(recipe.documents, VALIDATION=3)
     options = ("--target", tiny_target_dir, "--prompts", prompts)
     for _ in range(2):  # the second time nothing is added
         run("documents", *options, "--responses", responses, "--out", tmp_path)

@@ -172,7 +172,7 @@ def test_tools_with_a_response_format(client: Client, engine: Engine, enabled: b
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_tools", "slow")
-def test_streams_are_kept_alive_during_tool_calls(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_kept_alive_during_tool_calls(client: Client, constants: Callable[..., None]) -> None:
     function = {"name": "paint", "parameters": SCHEMA}
     chat = {"model": "tiny", "messages": [USER], "tools": [{"type": "function", "function": function}]}
     response = {"model": "tiny", "input": "the ant", "tools": [{"type": "function", **function}]}
@@ -185,7 +185,7 @@ def test_streams_are_kept_alive_during_tool_calls(client: Client, monkeypatch: p
         ("/v1/messages", message | {"tool_choice": choice, "temperature": 0, "stream": True}, "event: ping", 1),
     ):
         for seconds, silent in ((1000.0, True), (-1.0, False)):
-            monkeypatch.setattr(streaming, "QUIET_SECONDS", seconds)
+            constants(streaming, QUIET_SECONDS=seconds)
             text = client.post(path, body).text
             keep_alives = [block for block in text.split("\n\n") if block.startswith(start)]
             assert "sky" in text and (len(keep_alives) == usual) == silent

@@ -63,12 +63,12 @@ def client(engine: Engine) -> Client:
 
 @pytest.mark.parametrize("path", PROMPTS)
 def test_streams_report_progress(
-    client: Client, engine: Engine, path: str, slow_down: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: Client, engine: Engine, path: str, slow_down: Callable[..., None], constants: Callable[..., None]
 ) -> None:
     body = {"model": MODEL, "temperature": 0, **PROMPTS[path]}
     whole = client.post(path, {**body, "stream": False}).json()
     slow_down(engine, 0.05)
-    monkeypatch.setattr(service_module, "PROGRESS_SECONDS", 0.02)
+    constants(service_module, PROGRESS_SECONDS=0.02)
     assert client.post(path, {**body, "stream": False}).json().keys() == whole.keys()
     answer = client.post(path, {**body, "stream": True})
     assert answer.status_code == 200, answer.text

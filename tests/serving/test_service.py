@@ -159,9 +159,9 @@ def test_429_over_http(make_client: Callable[..., Any]) -> None:
 
 
 def test_prompt_logprobs_of_all_requests_are_limited(
-    make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_client: Callable[..., Any], constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("blockdraft.serving.admission.MAX_PROMPT_LOGPROBS", 12)
+    constants("blockdraft.serving.admission", MAX_PROMPT_LOGPROBS=12)
     client = make_client()
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "echo": True, "logprobs": 2}
     with client.service.admission.prompt_logprobs(3):

@@ -21,10 +21,9 @@ from blockdraft_diffusion.folder import FAMILY_OF
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def online(monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None], tmp_path: Path) -> Iterator[None]:
     checkpoint.ask_hub.cache_clear()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    constants(huggingface_hub.constants, HF_HUB_OFFLINE=False, HF_HUB_CACHE=str(tmp_path))
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
@@ -36,10 +35,10 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("load", [load_target, load_target_text])
-def test_a_hub_that_cannot_be_reached_is_reported_at_once(load: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_reported_at_once(load: object, constants: Callable[..., None]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and nobody listens
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        constants(huggingface_hub.constants, ENDPOINT=f"http://127.0.0.1:{closed.getsockname()[1]}")
         with pytest.raises(
             ValueError, match="no/such is no folder here, and the hub cannot be reached .* local folder"
         ):
@@ -49,11 +48,11 @@ def test_a_hub_that_cannot_be_reached_is_reported_at_once(load: object, monkeypa
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("load", [load_target, load_target_text])
 def test_a_path_with_a_mistake_is_not_asked_for(
-    load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None], tmp_path: Path
 ) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # the port that discards
+    constants(huggingface_hub.constants, ENDPOINT="http://127.0.0.1:9")  # the port that discards
     with pytest.raises(UsageError, match="There is no qwen in the folder models; correct the path"):
         load("models/qwen")
     with pytest.raises(UsageError, match="There is no file models/qwen.gguf"):
@@ -61,9 +60,9 @@ def test_a_path_with_a_mistake_is_not_asked_for(
 
 
 @pytest.mark.usefixtures("online")
-def test_any_answer_of_the_hub_will_do_and_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_answer_of_the_hub_will_do_and_is_asked_for_once(constants: Callable[..., None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        constants(huggingface_hub.constants, ENDPOINT=f"http://127.0.0.1:{server.getsockname()[1]}")
 
         def answer() -> None:
             connection, _ = server.accept()

@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Path:
     """Cache weights of any size in a folder of the test's own, and return it."""
     for way in WAYS:
         dtype = getattr(torch, way["dtype"])
         build(dtype, dtype, 8, "quantize" in way, dtype).library()  # in the cache folder that the tests share
-    monkeypatch.setattr(weight_cache, "MIN_BYTES", 1)
+    constants(weight_cache, MIN_BYTES=1)
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"
 

@@ -75,10 +75,10 @@ def slow_draft_tokens(drafter: BlockDiffusionDrafter, text: list[int], passes: i
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_draft_tokens_equal_those_of_a_model_without_a_cache(
-    drafter: BlockDiffusionDrafter, passes: int, scatter: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    drafter: BlockDiffusionDrafter, passes: int, scatter: Callable[..., Any], constants: Callable[..., None]
 ) -> None:
     """With any number of committed draft tokens, and rows that leave, come, are cut and copied."""
-    monkeypatch.setattr(drafter_module, "PIECE", 8)  # prompts are read in several pieces
+    constants(drafter_module, PIECE=8)  # prompts are read in several pieces
     generator = torch.Generator().manual_seed(4)
     texts: dict[int, list[int]] = {90: [9, 8, 7], 5: [4] * 22, 170: [30]}
     state = scatter(drafter.new_state(1, 250), (90, 60), (5, 60), (170, 70))

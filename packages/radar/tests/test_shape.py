@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,14 @@ def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gguf_on_the_hub_reads_only_the_header(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
 ) -> None:
     file = tmp_path / "somebody" / "models" / "model.gguf"
     file.parent.mkdir(parents=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     write_gguf(file, model, tokenizer=AutoTokenizer.from_pretrained(tiny_target_dir))
     header = GGUFReader(file).data_offset
-    monkeypatch.setattr("blockdraft_radar.shape.HEADER_BYTES", header)
+    constants("blockdraft_radar.shape", HEADER_BYTES=header)
     block_sizes: list[int] = []
 
     class Hub(LocalFileSystem):

@@ -566,7 +566,12 @@ def test_a_gguf_file_says_what_it_was_trained_for(tiny_target_dir: Path, monkeyp
 
 
 def test_what_does_not_fit_is_refused_at_the_start(
-    run: Run, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    tmp_path: Path,
+    tiny_target_dir: Path,
+    tiny_data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_disk: Callable[[int], None],
 ) -> None:
     out = tmp_path / "drafter"
 
@@ -599,7 +604,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
     writer.add(0, [Document(torch.arange(9), torch.ones(9).bool())])
     writer.finish()
     refused("made with the tokenizer 0123", data=tmp_path / "foreign")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
+    free_disk(100)
     refused("needs up to .* GiB .* are free; free some", steps="2")
     monkeypatch.undo()
     out.mkdir()

@@ -1,6 +1,7 @@
 """The benchmark of real shapes, tried out at a tiny one on the CPU."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,9 +87,9 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_the_smoke_test_fails_only_where_a_token_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(smoke, "REPEATS", 2)
+    constants(smoke, REPEATS=2)
     for name in ("GREEDY", "SAMPLED"):
         monkeypatch.setattr(smoke, name, replace(getattr(smoke, name), max_new_tokens=12))
     right = smoke.answers

@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,8 @@ from benchmarks.peers import environments
 
 
 @pytest.fixture(autouse=True)
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(environments, "BUILD", tmp_path)
+def build(tmp_path: Path, constants: Callable[..., None]) -> Path:
+    constants(environments, BUILD=tmp_path)
     return tmp_path
 
 
@@ -57,12 +58,12 @@ def test_other_options_build_llama_cpp_anew(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_failure_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    constants: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails() -> None:
         raise environments.NotInstalled("no network")
 
-    monkeypatch.setattr(environments, "INSTALLERS", {"a": fails, "b": lambda: None})
+    constants(environments, INSTALLERS={"a": fails, "b": lambda: None})
     environments.main([])
     printed = capsys.readouterr().out
     assert "a: no network" in printed and "b: ready" in printed

@@ -1,6 +1,7 @@
 """The whole command, with fake peers."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -15,10 +16,9 @@ from blockdraft.tools.export import gguf_source
 
 
 @pytest.fixture
-def command(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def command(tmp_path: Path, tiny_target_dir: Path, constants: Callable[..., None]) -> list[str]:
     """Command for fake peers, whose answers begin with the first token of the prompt, set by the chat template."""
-    monkeypatch.setattr(program, "BUILD", tmp_path / "build")
-    monkeypatch.setattr(program, "UNFINISHED", tmp_path / "build" / "unfinished")
+    constants(program, BUILD=tmp_path / "build", UNFINISHED=tmp_path / "build" / "unfinished")
     prompts = tmp_path / "sums.jsonl"
     prompts.write_text('{"prompt": "1 + 1"}\n{"prompt": "2 + 2"}\n')
     folders = ["--target", str(tiny_target_dir), "--drafter", str(tmp_path)]
@@ -114,12 +114,12 @@ def test_the_bundled_prompts_are_read_by_default() -> None:
     assert len(tasks) >= 5 and {task.prompt_set for task in tasks} == {"prompts"}
 
 
-def test_peers_have_names_adapters_and_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_have_names_adapters_and_environments(tmp_path: Path, constants: Callable[..., None]) -> None:
     assert len({peer.name for peer in PEERS}) == len(PEERS) and not [peer for peer in PEERS if "," in peer.name]
     for peer in PEERS:
         assert Path(peer.command()[1]).is_file()
         assert peer.is_ours or peer.environment in environments.INSTALLERS | environments.MORE
-    monkeypatch.setattr(environments, "BUILD", tmp_path)
+    constants(environments, BUILD=tmp_path)
     reasons = {peer.name: peer.why_missing() for peer in PEERS}
     assert reasons["vllm"] == "not installed; run `make bench-engines`"
     assert reasons["dflash"] == "not installed; run `make bench-peers`" and reasons[PLAIN] is None

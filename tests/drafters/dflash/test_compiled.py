@@ -1,5 +1,6 @@
 """Behaviour of the compiled draft pass alone; test_draft_pass.py compares it with torch's."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledDraftR
 
 
 def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
-    run: CompiledDraftRunner, monkeypatch: pytest.MonkeyPatch
+    run: CompiledDraftRunner, constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("blockdraft.kernels.cpu.compiled_decoder.FIRST_POSITIONS", 8)
+    constants("blockdraft.kernels.cpu.compiled_decoder", FIRST_POSITIONS=8)
     texts = torch.randn(6, 200, 64)
 
     def answer(number: int) -> list[torch.Tensor]:

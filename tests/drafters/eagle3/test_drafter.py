@@ -183,10 +183,10 @@ def test_chains_equal_those_of_the_twin(
 
 @pytest.mark.parametrize("budget", [2, 7, 30])
 def test_trees_are_those_of_the_twin(
-    budget: int, drafter: Eagle3Drafter, target: Target, monkeypatch: pytest.MonkeyPatch
+    budget: int, drafter: Eagle3Drafter, target: Target, constants: Callable[..., None]
 ) -> None:
     """The likeliest draft tokens of each level are continued, and the likeliest of all are proposed."""
-    monkeypatch.setattr(eagle3, "WIDTH", 3)
+    constants(eagle3, WIDTH=3)
     twin, kept, anchors = Twin(drafter, target), drafter.network.kept, [40, 41]
     texts, target_layers = [[9, 8, 7, 20], [31, 5]], [target_layers_of(4, 3), target_layers_of(2, 4)]
     state = drafter.new_state(2, 20)

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -117,8 +118,8 @@ def test_the_first_step_does_not_count_and_the_largest_sizes_are_left_out() -> N
     assert found.batch_sizes == (*step_costs.BATCH_SIZES, 512)
 
 
-def test_measuring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_costs, "LIMIT_SECONDS", 0.0)
+def test_measuring_ends(constants: Callable[..., None]) -> None:
+    constants(step_costs, LIMIT_SECONDS=0.0)
     assert Recorder(4096, 16).measured(batch_size=64).batch_sizes == (1,)
 
 

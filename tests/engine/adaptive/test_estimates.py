@@ -197,11 +197,11 @@ def test_disturbed_steps_are_not_learned_for_later_and_undisturbed_ones_before_t
     assert found.learned() == (pytest.approx(0.7), ((3, pytest.approx(1.0)),))
 
 
-def test_steps_are_judged_every_half_second(other_cores: dict[str, float | None]) -> None:
+def test_steps_are_judged_every_half_second(other_work: dict[str, float | None]) -> None:
     slowdown = Slowdown()
     found = StepTimes(SIZES, PRIOR, slowdown)
     for cores, seconds in ((1.0, 0.1), (None, 0.7), (0.5, 0.2)):
-        other_cores["cores"] = cores
+        other_work["cores"] = cores
         found.learn(None, seconds, 0)
         slowdown.check()
     assert found.learned() == (pytest.approx(0.7), ())

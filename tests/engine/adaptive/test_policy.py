@@ -474,7 +474,7 @@ def test_times_that_are_thought_to_be_far_too_long_are_approached_step_by_step()
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("drafts_suffer", [1.0, 3.0])
 def test_half_an_hour_of_other_work_changes_nothing_that_lasts(
-    kind: str, drafts_suffer: float, other_cores: dict[str, float | None]
+    kind: str, drafts_suffer: float, other_work: dict[str, float | None]
 ) -> None:
     """A laptop's model, whose steps take 3 to 10 times as long for a while, those that draft perhaps even longer."""
     busy, rng = False, random.Random(1)
@@ -485,11 +485,11 @@ def test_half_an_hour_of_other_work_changes_nothing_that_lasts(
     laptop = replace(PAIR, plain=0.037)
     decoding = Decoding(kind, laptop, TEXTS["even"], stored(laptop), slower=slower)
     decoding.run(200)
-    busy, other_cores["cores"] = True, 1.5
+    busy, other_work["cores"] = True, 1.5
     decoding.run_seconds(1800)
     [(_, learned)] = decoding.controller.learned()
     assert learned.plain_step(1) == pytest.approx(laptop.seconds(1, None), rel=0.15)
-    busy, other_cores["cores"] = False, None
+    busy, other_work["cores"] = False, None
     decoding.run_seconds(8)
     assert decoding.run_seconds(20).against_best >= 0.92
     [(_, learned)] = decoding.controller.learned()

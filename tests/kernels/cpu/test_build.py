@@ -98,14 +98,14 @@ def test_a_library_of_another_version_is_compiled_again(folder: Path, actual: st
 
 
 @pytest.fixture
-def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Callable[[], None]:
     """Set a compiler that finishes only after the returned function is called."""
     folder.mkdir()
     let_go, script = folder.parent / "go", folder.parent / "slow-compiler"
     script.write_text(f'#!/bin/sh\nwhile ! [ -e {let_go} ]; do sleep 0.05; done\nexec gcc "$@" -O0\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
-    monkeypatch.setattr(building, "SILENT_SECONDS", 0.05)
+    constants(building, SILENT_SECONDS=0.05)
     building.log_compiling.cache_clear()
     building.begun.cache_clear()
     return let_go.touch
@@ -139,10 +139,10 @@ def test_a_target_waits_for_the_compiler_and_says_so_once(
 def test_a_compiler_that_takes_too_long_is_given_up_and_named(
     slow_compiler: Callable[[], None],
     tiny_target_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(building, "LONGEST_SECONDS", 0.2)
+    constants(building, LONGEST_SECONDS=0.2)
     target: Any = load_target(tiny_target_dir, device="cpu")
     building.begun.cache_clear()
     assert target.compiled is None and "timed out after 0.2 seconds" in target.compile_reason

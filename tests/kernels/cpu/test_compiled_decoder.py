@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -252,8 +252,10 @@ def test_the_best_token_is_the_first_of_the_largest_logits_or_none(
         head[token] = kept
 
 
-def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockdraft.kernels.cpu.compiled_decoder.FIRST_POSITIONS", 8)
+def test_texts_may_outgrow_the_tables_of_angles(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
+) -> None:
+    constants("blockdraft.kernels.cpu.compiled_decoder", FIRST_POSITIONS=8)
     target = load_target(tiny_target_dir, compile="on")
     _, short = read(target, [PROMPTS[0][:3]])
     _, long = read(target, PROMPTS[:1])
@@ -263,10 +265,10 @@ def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypat
 
 
 def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(
-        "blockdraft.kernels.cpu.compiled_decoder.FIRST_POSITIONS", 8
+    constants(
+        "blockdraft.kernels.cpu.compiled_decoder", FIRST_POSITIONS=8
     )  # so that tables grow while others read them
     target = load_target(tiny_target_dir, compile="on")
 

@@ -274,10 +274,8 @@ def test_rows_are_copied_at_checkpoints_and_exported_and_loaded(target: Any) -> 
     assert same(score(target, cache.of([200]), block), expected[200])
 
 
-def test_checkpoints_are_far_apart_and_within_a_limit(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recurrent_cache, "CHECKPOINT_TOKENS", 64)
+def test_checkpoints_are_far_apart_and_within_a_limit(folders: dict[str, Path], constants: Callable[..., None]) -> None:
+    constants(recurrent_cache, CHECKPOINT_TOKENS=64)
     target = load(folders)
     cache, size = target.new_cache(1, 400), target.compiled.states.nbytes
 
@@ -289,7 +287,7 @@ def test_checkpoints_are_far_apart_and_within_a_limit(
     for _ in range(12):
         reads(30)
     assert cache.checkpoint_lengths(0) == [60, 120, 180, 240, 300, 330, 360]
-    monkeypatch.setattr(recurrent_cache, "CHECKPOINT_BYTES", 2 * size)
+    constants(recurrent_cache, CHECKPOINT_BYTES=2 * size)
     reads(10)
     assert cache.checkpoint_lengths(0) == [360, 370] and cache.checkpoint_bytes == 2 * size
 

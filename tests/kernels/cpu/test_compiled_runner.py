@@ -349,9 +349,9 @@ def test_a_tied_head_grows_with_the_tokens_of_sequences(store: str, tiny_target_
 
 
 def test_the_oldest_tokens_of_a_growing_head_are_replaced(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(growing_head, "ROWS", 32)
+    constants(growing_head, ROWS=32)
     target: Any = load_target(tiny_target_dir, backend="native", compile="on")
     network = Eagle3Network(Eagle3Config(**EAGLE | {"draft_vocab_size": 64}, head_dim=8, tied_head=True))
     network.keep(torch.arange(64))

@@ -79,12 +79,12 @@ Place = Callable[..., Path]
 
 
 @pytest.fixture
-def place(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Place:
     """Puts a library into the wheel's folder as one of a level. The processor has AVX-512 without VNNI, there is no
     compiler, and the cache is empty."""
     folder = tmp_path / "libraries"
     folder.mkdir()
-    monkeypatch.setattr(prebuilt, "FOLDER", folder)
+    constants(prebuilt, FOLDER=folder)
     monkeypatch.setattr(platform, "machine", lambda: X86)
     monkeypatch.setattr(prebuilt, "processor_flags", lambda: V4)
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -144,18 +144,17 @@ def test_a_library_of_the_wheel_that_is_spoilt_is_left(place: Place) -> None:
 
 @pytest.mark.parametrize("changed", [*range(5), "flags"])
 def test_a_library_of_other_sources_or_flags_is_left(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: int | str
+    place: Place, tmp_path: Path, constants: Callable[..., None], changed: int | str
 ) -> None:
     place("x86-64-v4")
     if changed == "flags":
-        monkeypatch.setattr(sources, "FLAGS", (*sources.FLAGS, "-O3"))
+        constants(sources, FLAGS=(*sources.FLAGS, "-O3"))
     else:
         files = [sources.SOURCE, *sources.INCLUDED]
         copy = tmp_path / files[changed].name
         copy.write_bytes(files[changed].read_bytes() + b"\n")
         files[changed] = copy
-        monkeypatch.setattr(sources, "SOURCE", files[0])
-        monkeypatch.setattr(sources, "INCLUDED", tuple(files[1:]))
+        constants(sources, SOURCE=files[0], INCLUDED=tuple(files[1:]))
     assert compiles()
 
 
@@ -180,12 +179,11 @@ def test_other_kinds_have_none(
 @pytest.mark.skipif(platform.machine() not in LEVELS or shutil.which("gcc") is None, reason="not where wheels are made")
 @pytest.mark.parametrize("inputs", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
 def test_what_is_made_is_found_and_all_levels_compute_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None], inputs: torch.dtype
 ) -> None:
     dtypes = torch.bfloat16, inputs, torch.bfloat16
-    monkeypatch.setattr(sources, "FLAGS", ("-O0", *sources.FLAGS[1:]))  # compiles in a third of the time
-    monkeypatch.setattr(prebuilt, "DTYPES", [dtypes])
-    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "libraries")
+    constants(sources, FLAGS=("-O0", *sources.FLAGS[1:]))  # compiles in a third of the time
+    constants(prebuilt, DTYPES=[dtypes], FOLDER=tmp_path / "libraries")
     make("gcc", tmp_path / "libraries")
     levels = LEVELS[platform.machine()]
     assert len(list((tmp_path / "libraries").iterdir())) == len(levels)
@@ -208,9 +206,11 @@ def test_what_is_made_is_found_and_all_levels_compute_the_same(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc-12") is None, reason="no compiler for ARM")
-def test_libraries_for_arm_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_for_arm_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
+) -> None:
     monkeypatch.setattr(platform, "machine", lambda: ARM)
-    monkeypatch.setattr(prebuilt, "DTYPES", prebuilt.DTYPES[:1])
+    constants(prebuilt, DTYPES=prebuilt.DTYPES[:1])
     make("aarch64-linux-gnu-gcc-12", tmp_path / "made")
     made = sorted((tmp_path / "made").iterdir())
     assert [path.name.rpartition("-")[0].rpartition("-")[0] for path in made] == [

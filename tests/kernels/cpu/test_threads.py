@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,21 +16,15 @@ from blockdraft.targets import load_target
 
 
 @pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
-    """Return how many cores other programs seem to use: none, until the test says otherwise."""
-    load: dict[str, float | None] = {"cores": None}
-    monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: load["cores"])
-    return load
-
-
-@pytest.fixture
-def folder(tmp_path: Path, others: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(
+    tmp_path: Path, other_work: object, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
+) -> Iterator[Path]:
     """Return an empty cache folder, on a machine of three cores without settings."""
     before = torch.get_num_threads()
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "cores", lambda: 3)
-    monkeypatch.setattr(threads, "MIN_SECONDS", 0.0)
+    constants(threads, MIN_SECONDS=0.0)
     yield tmp_path
     torch.set_num_threads(before)
 
@@ -80,13 +74,15 @@ def test_a_few_slow_rounds_do_not_decide(folder: Path) -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_what_is_measured_beside_other_programs_is_not_stored(folder: Path, others: dict[str, float | None]) -> None:
-    others["cores"] = 1.5
+def test_what_is_measured_beside_other_programs_is_not_stored(
+    folder: Path, other_work: dict[str, float | None]
+) -> None:
+    other_work["cores"] = 1.5
     for _ in range(2):
         threads.use_best_threads(lambda: time.sleep(0.002 * torch.get_num_threads()), ())
         assert torch.get_num_threads() == 3 and list(folder.iterdir()) == []
         assert "since other programs used 1.5 cores" in threads.thread_choice().reason
-    others["cores"] = None
+    other_work["cores"] = None
     threads.use_best_threads(lambda: time.sleep(0.002 * torch.get_num_threads()), ())
     assert torch.get_num_threads() == 1 and len(list((folder / "threads").iterdir())) == 1
 

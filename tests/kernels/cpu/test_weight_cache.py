@@ -57,11 +57,11 @@ class Maker:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Path:
     library()  # from the cache folder that the tests share
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(weight_cache.SWITCH, raising=False)
-    monkeypatch.setattr(weight_cache, "MIN_BYTES", 2 << 16)  # the size of `origin`
+    constants(weight_cache, MIN_BYTES=2 << 16)  # the size of `origin`
     weight_cache.tell_once.cache_clear()
     return tmp_path / "cache" / "weights"
 
@@ -169,7 +169,7 @@ def test_another_checkpoint_at_its_place_takes_its_place(
 
 
 @pytest.mark.slow
-def test_other_options_kernels_and_code_are_not_mixed_up(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_options_kernels_and_code_are_not_mixed_up(origin: Origin, constants: Callable[..., None]) -> None:
     open_kept(origin, Maker())
     other = Origin(origin.files, {"dtype": "bfloat16"})
     assert other.path(library()) != origin.path(library())
@@ -179,7 +179,7 @@ def test_other_options_kernels_and_code_are_not_mixed_up(origin: Origin, monkeyp
     assert narrow is not None and halved is not None and narrow.lanes < library().lanes
     assert len({origin.path(each) for each in (library(), narrow, halved)}) == 3
     maker = Maker()
-    monkeypatch.setattr(weight_cache, "LAYOUT", 99)
+    constants(weight_cache, LAYOUT=99)
     open_kept(origin, maker)
     assert maker.made == PRODUCTS
     maker = Maker()

@@ -1,9 +1,11 @@
 """Fixtures of captured forward passes."""
 
+from collections.abc import Callable
+
 import pytest
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(constants: Callable[..., None]) -> None:
     """Let short sequences fill several buckets."""
-    monkeypatch.setattr("blockdraft.nn.cache.MIN_SLOTS", 32)
+    constants("blockdraft.nn.cache", MIN_SLOTS=32)

@@ -106,8 +106,8 @@ def test_rows_that_lie_anywhere_or_have_no_slots_to_fill_up_stay_eager(scatter: 
     assert recorder.replays == before + 2
 
 
-def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+def test_at_most_so_many_graphs_are_kept(constants: Callable[..., None]) -> None:
+    constants(graphs, MAX_GRAPHS=2)
     recorder = StandIn()
     kept = Graphs(recorder, torch.device("cpu"))
 

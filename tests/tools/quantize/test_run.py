@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Callable
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def test_calibration_brings_outputs_nearer(models: dict[str, Path], tmp_path: Pa
 
 
 def test_calibration_that_raises_perplexity_is_discarded(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
 ) -> None:
     def spoilt(weight: Tensor, moments: Tensor, *how: Any) -> QuantizedWeight:
         return quantize_weight(torch.zeros_like(weight), *how)
@@ -188,7 +189,7 @@ def test_calibration_that_raises_perplexity_is_discarded(
     plain = quantize(models["llama"], tmp_path / "plain")
     monkeypatch.setattr(run, "quantize_weight_gptq", spoilt)
     monkeypatch.setattr(run, "moments", watched)
-    monkeypatch.setattr(model_folder, "SHARD", 4000)  # some were written before that was known
+    constants(model_folder, SHARD=4000)  # some were written before that was known
     done = quantize(models["llama"], tmp_path / "few", text=text_of(models["llama"]))
     assert done.perplexity is not None and not done.is_calibrated
     assert done.perplexity.source < done.perplexity.nearest < done.perplexity.calibrated
@@ -200,10 +201,10 @@ def test_calibration_that_raises_perplexity_is_discarded(
 
 
 def test_files_of_large_models_are_several(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, constants: Callable[..., None]
 ) -> None:
     quantize(models["qwen2"], tmp_path / "one")
-    monkeypatch.setattr(model_folder, "SHARD", 4000)
+    constants(model_folder, SHARD=4000)
     quantize(models["qwen2"], tmp_path / "several")
     files = sorted(path.name for path in (tmp_path / "several").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -251,8 +252,14 @@ def test_models_that_cannot_be_quantized(models: dict[str, Path], tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "few"]
 
 
-def test_a_full_disk_leaves_nothing(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_folder, "SHARD", 4000)
+def test_a_full_disk_leaves_nothing(
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
+    free_disk: Callable[[int], None],
+) -> None:
+    constants(model_folder, SHARD=4000)
     save, calls = model_folder.save_file, []
 
     def fill(tensors: Any, path: Path, **others: Any) -> None:
@@ -266,7 +273,7 @@ def test_a_full_disk_leaves_nothing(models: dict[str, Path], tmp_path: Path, mon
     with pytest.raises(ValueError, match="few cannot be written .*No space left on device.; nothing of it is left"):
         quantize(models["qwen2"], tmp_path / "few")
     assert len(calls) == 3 and not list(tmp_path.iterdir())
-    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
+    free_disk(100)
     with pytest.raises(ValueError, match="few needs 0.00 GB and its disk has 0.00 GB free"):
         quantize(models["qwen2"], tmp_path / "few")
     assert not list(tmp_path.iterdir())

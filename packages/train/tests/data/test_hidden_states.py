@@ -2,7 +2,7 @@
 
 import pickle
 import shutil
-from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,9 @@ FLOAT = HiddenStateSettings(dtype="float32", batch_tokens=30)
 
 
 def test_cache_is_in_document_order(
-    tmp_path: Path, target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Target, data: TokenData, constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(hidden_states, "SHARD_BYTES", 20 * 2 * target.hidden_size * 4)
+    constants(hidden_states, SHARD_BYTES=20 * 2 * target.hidden_size * 4)
     progress: list[tuple[int, int]] = []
     cache = plan_hidden_states(tmp_path / "f", target, data, TARGET_LAYERS, FLOAT)
     assert cache.need == sum(LENGTHS) * 2 * target.hidden_size * 4
@@ -45,9 +45,9 @@ def test_cache_is_in_document_order(
 
 
 def test_interrupted_cache_resumes(
-    tmp_path: Path, target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(hidden_states, "SHARD_BYTES", 20 * 2 * target.hidden_size * 4)
+    constants(hidden_states, SHARD_BYTES=20 * 2 * target.hidden_size * 4)
 
     def stop(done: int, total: int) -> None:
         if done > 40:  # in the third shard
@@ -72,15 +72,14 @@ def test_interrupted_cache_resumes(
 
 
 def test_full_disk_is_reported_at_the_start(
-    tmp_path: Path, target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Target, data: TokenData, free_disk: Callable[[int], None]
 ) -> None:
-    usage = namedtuple("usage", "total used free")
     need = sum(LENGTHS) * 2 * target.hidden_size * 2
-    monkeypatch.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(0, 0, need - 1))
+    free_disk(need - 1)
     with pytest.raises(ValueError, match=r"need 0\.0 MiB and .* has 0\.0 MiB free; choose fewer target layers"):
         plan_hidden_states(tmp_path / "new/f", target, data, TARGET_LAYERS, HiddenStateSettings()).write()
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(0, 0, need))
+    free_disk(need)
     plan_hidden_states(tmp_path / "new/f", target, data, TARGET_LAYERS, HiddenStateSettings()).write()
 
 

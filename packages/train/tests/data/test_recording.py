@@ -148,9 +148,9 @@ def test_the_limit_deletes_the_oldest(
     make_recorder: Callable[..., ConversationRecorder],
     tmp_path: Path,
     layers: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr(recording, "TURN_SECONDS", -1.0)  # each conversation ends with its first turn
+    constants(recording, TURN_SECONDS=-1.0)  # each conversation ends with its first turn
     recorder = make_recorder(layers, limit=recording.MIN_BYTES)
     count, length = (20, 9000) if not layers else (40, 1000)
     for number in range(count):

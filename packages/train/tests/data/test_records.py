@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ CALLS = ChatRecord(
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def cache(tmp_path: Path, constants: Callable[..., None]) -> None:
+    constants(datasets.config, HF_DATASETS_CACHE=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

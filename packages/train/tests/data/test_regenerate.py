@@ -254,8 +254,8 @@ class Served:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
-    monkeypatch.setattr(responders, "FIRST_WAIT", 0.01)
+def serve(monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Iterator[Callable[..., Served]]:
+    constants(responders, FIRST_WAIT=0.01)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     running: list[Served] = []
 
@@ -329,9 +329,9 @@ def test_a_repetitive_answer_is_written_no_further_and_kept_up_to_its_loop(targe
 
 
 def test_many_loops_are_reported_once_and_early(
-    tmp_path: Path, target: Target, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Target, serve: Callable[..., Served], constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(regenerate, "LOOPS_AFTER", 4)
+    constants(regenerate, LOOPS_AFTER=4)
 
     def run(folder: str, looping: int, settings: DataSettings = SERVER) -> list[str]:
         served = serve(lambda number, body: completion("la " * 40 if number < looping else "yes", "length"))

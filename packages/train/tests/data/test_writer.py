@@ -1,5 +1,6 @@
 """Writing of data folders: in pieces, resumed, and refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,15 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     assert ids(tmp_path) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
 
 
-def test_shards_are_written_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_written_in_time(tmp_path: Path, constants: Callable[..., None]) -> None:
     """A shard ends by size, or by the seconds of work in it."""
-    monkeypatch.setattr(writing, "SHARD_TOKENS", 4)
+    constants(writing, SHARD_TOKENS=4)
     writer = write(tmp_path / "size", [])
     writer.add(0, DOCUMENTS[0])
     assert list((tmp_path / "size").glob("tokens-*")) == []
     writer.add(1, DOCUMENTS[1])
     assert [path.name for path in (tmp_path / "size").glob("tokens-*")] == ["tokens-00000.safetensors"]
-    monkeypatch.setattr(writing, "SHARD_SECONDS", -1.0)
+    constants(writing, SHARD_SECONDS=-1.0)
     writer.add(3, DOCUMENTS[3])
     assert len(load_file(tmp_path / "size/tokens-00001.safetensors")["rows"]) == 1
 

@@ -1,6 +1,7 @@
 """Prompts from data, and those that a target writes itself."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,9 @@ def test_a_base_model_begins_texts(base: Target) -> None:
     assert len({record["prompt"] for record in found.records}) == 6
 
 
-def test_a_target_that_writes_no_prompts_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_writes_no_prompts_is_refused(target: Target, constants: Callable[..., None]) -> None:
     """What is not ended after so many tokens is no prompt."""
-    monkeypatch.setattr(prompts, "OWN_TOKENS", 1)
+    constants(prompts, OWN_TOKENS=1)
     with (
         Engine(target, load_drafter("none", target=target), max_batch_size=8) as engine,
         pytest.raises(ValueError, match=r"usable prompts of 8; name data"),

@@ -108,9 +108,9 @@ def test_steps_that_are_done_are_not_run_again(command: Command, make_plan: Make
     ids=["in time", "too long", "no slack left", "later than all slack"],
 )
 def test_a_training_ends_early_where_all_steps_take_too_long(
-    late: float, slack: float, ends_early: bool, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: float, slack: float, ends_early: bool, command: Command, tmp_path: Path, constants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(steps, "NOTE_SECONDS", 0.05)
+    constants(steps, NOTE_SECONDS=0.05)
     finish, notes = tmp_path / "run" / "finish", list[str]()
     finish.parent.mkdir()
     # It trains for a second, or as long as it is not told to finish.
