@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +136,10 @@ class GGUFFile:
         return self.parts[0]
 
 
+MAX_OUTLINES = 8
+_outlines: dict[str, tuple[tuple[int, int] | None, GGUFFile]] = {}  # by path, with the version of the file
+
+
 def is_gguf(path: str | Path) -> bool:
     """Return whether a path names a GGUF file."""
     return str(path).lower().endswith(SUFFIX)
@@ -148,6 +151,15 @@ def open_gguf(path: str | Path) -> GGUFFile:
     Raises:
         UsageError: A part is missing, not a GGUF file, of another version or byte order, or truncated.
     """
+    version, file = _version(path), _open(path)
+    scalars = {key: value for key, value in file.metadata.items() if not isinstance(value, list)}
+    _outlines[str(path)] = version, replace(file, metadata=scalars)
+    if len(_outlines) > MAX_OUTLINES:
+        _outlines.pop(next(iter(_outlines)), None)
+    return file
+
+
+def _open(path: str | Path) -> GGUFFile:
     metadata, tensors = read_header(Path(path))
     count = metadata.get("split.count", 1)
     if count in (0, 1):
@@ -172,16 +184,19 @@ def open_gguf(path: str | Path) -> GGUFFile:
 def gguf_outline(path: str | Path) -> GGUFFile:
     """Read a file as `open_gguf` does, without lists in its metadata, such as the vocabulary.
 
-    It is kept in memory while the file does not change, since reading a vocabulary takes a tenth of a second.
+    It is kept from when the file was last opened, since reading a vocabulary takes a tenth of a second.
     """
+    kept = _outlines.get(str(path))
+    if kept is None or kept[0] != _version(path):
+        open_gguf(path)
+        kept = _outlines[str(path)]
+    return kept[1]
+
+
+def _version(path: str | Path) -> tuple[int, int] | None:
+    """Return size and date of a file."""
     about = Path(path).stat() if Path(path).is_file() else None
-    return _outline(str(path), None if about is None else (about.st_size, about.st_mtime_ns))
-
-
-@lru_cache(maxsize=4)
-def _outline(path: str, version: tuple[int, int] | None) -> GGUFFile:
-    file = open_gguf(path)
-    return replace(file, metadata={key: value for key, value in file.metadata.items() if not isinstance(value, list)})
+    return None if about is None else (about.st_size, about.st_mtime_ns)
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
