@@ -38,6 +38,7 @@ from blockdraft_diffusion.flow.network import (
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
 MIXTURES = ("qwen3_moe", "qwen2_moe")  # of experts
+HYBRIDS = ("qwen3_5_text", "granitemoehybrid", "nemotron_h", "lfm2")  # with recurrent or convolved layers
 # Arguments of `load_target`.
 WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"backend": "native", "compile": "on"},
@@ -71,6 +72,8 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
     random, family = Random(number), FAMILIES[number % len(FAMILIES)]
     if is_mixture(number):
         family = MIXTURES[number % len(MIXTURES)]
+    if is_hybrid(number):
+        family = HYBRIDS[number % len(HYBRIDS)]
     kv_heads, layers = random.randint(1, 3), random.randint(1, 4)
     whole = fits_few_bits(number)
     heads = kv_heads * random.randint(1, 4)
@@ -107,7 +110,9 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
         fields["attn_logit_softcapping"] = random.choice((None, 3.0))
     if family in ("qwen2", "qwen3") and random.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-    if is_mixture(number):
+    if is_hybrid(number):
+        fields |= hybrid_fields(number, family)
+    elif is_mixture(number):
         experts = random.randint(2, 9)
         fields |= {
             "hidden_size": 16 * random.randint(1, 6),  # whole vectors, or experts are not compiled
@@ -122,6 +127,49 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
     return family, fields
 
 
+def hybrid_fields(number: int, family: str) -> dict[str, Any]:
+    """Return the fields in which a hybrid differs from an attention model of this number."""
+    random = Random(f"{number} hybrid fields")
+    kind, heads, groups = (
+        "conv" if family == "lfm2" else "linear_attention",
+        2 * random.randint(1, 3),
+        random.randint(1, 2),
+    )
+    types = [random.choice((kind, kind, "full_attention")) for _ in range(random.randint(2, 5))]
+    types[random.randrange(len(types))] = "full_attention"
+    types[types.index("full_attention") - 1] = kind
+    kernel, state, value = random.randint(2, 5), random.choice((8, 12, 16, 32)), random.choice((8, 16, 24))
+    fields: dict[str, Any] = {"layer_types": types, "num_hidden_layers": len(types), "head_dim": random.choice((8, 16))}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": random.choice((1, 2, 4)), "hidden_size": 48}
+    fields |= {"intermediate_size": 8 * random.randint(3, 9)}
+    if family == "lfm2":  # heads are of the hidden size
+        del fields["head_dim"]
+        return fields | {"hidden_size": 64, "conv_L_cache": kernel, "block_multiple_of": 8}
+    if family == "qwen3_5_text":
+        fields |= {"linear_num_key_heads": groups, "linear_num_value_heads": groups * random.randint(1, 3)}
+        fields |= {"linear_key_head_dim": state, "linear_value_head_dim": value, "linear_conv_kernel_dim": kernel}
+    experts = number % 3 == 0
+    if family == "granitemoehybrid":
+        fields |= {"hidden_size": 16 * random.randint(2, 4), "mamba_expand": 1, "mamba_n_groups": groups}
+        fields |= {"mamba_d_head": 8, "mamba_n_heads": fields["hidden_size"] // 8, "mamba_d_state": state}
+        fields |= {"mamba_d_conv": kernel, "mamba_chunk_size": 8, "shared_intermediate_size": 40}
+        fields |= {"position_embedding_type": random.choice((None, "rope")), "residual_multiplier": 0.5}
+        fields |= {"num_local_experts": 4 if experts else 0, "intermediate_size": 32}
+    if family == "nemotron_h":
+        inner = [name for kept in types for name in (kept, random.choice(("moe", "mlp") if experts else ("mlp",)))]
+        fields |= {"layers_block_type": inner, "n_groups": groups, "mamba_num_heads": heads, "mamba_head_dim": value}
+        fields |= {"ssm_state_size": state, "conv_kernel": kernel, "chunk_size": 8, "time_step_min": 1e-9}
+        fields |= {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 24}
+        fields |= {"num_hidden_layers": len(inner), "tie_word_embeddings": False}  # transformers ties none
+        del fields["layer_types"]
+    return fields
+
+
+def is_hybrid(number: int) -> bool:
+    """Return whether a model has recurrent or convolved layers."""
+    return Random(f"{number} layers").random() < 0.25
+
+
 def is_mixture(number: int) -> bool:
     """Return whether a model is a mixture of experts."""
     return Random(f"{number} experts").random() < 0.15
@@ -129,6 +177,8 @@ def is_mixture(number: int) -> bool:
 
 def fits_few_bits(number: int) -> bool:
     """Return whether its weights can be quantized: rows are of whole groups then, and it has no experts."""
+    if is_hybrid(number):
+        return number % 3 != 0 and HYBRIDS[number % len(HYBRIDS)] != "lfm2"
     return number % 3 != 0 and not is_mixture(number)
 
 
