@@ -217,6 +217,7 @@ def test_folder_of_a_file(name: str, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
     "experts": ({"expert_count": 8}, {}, "it is a mixture of experts"),
+    "latent": ({"attention.kv_lora_rank": 12}, {}, "its attention is latent"),
     "bidirectional": ({"attention.causal": False}, {}, "its attention is bidirectional"),
     "values": ({"attention.value_length": 16}, {}, "its values and keys differ in size"),
     "rotation": ({"rope.dimension_count": 6}, {}, "it rotates a part of each head only"),

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
-from blockdraft.targets import FAMILIES, Target, embedding_and_head, load_target, open_checkpoint
+from blockdraft.targets import FAMILIES, Target, decoder_config, embedding_and_head, load_target, open_checkpoint
+from blockdraft.targets.base import NotCovered
 
 SMALL = {
     "vocab_size": 61,
@@ -413,6 +414,7 @@ def test_checkpoints_in_shards_are_loaded(folders: dict[str, Path], tmp_path: Pa
         ("qwen3_5_text", {"hidden_act": "gelu"}, "its activation gelu is not silu"),
         ("llama-longrope", {"max_position_embeddings": 128}, r"\(longrope\) change with the length"),
         ("llama", {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]}, "olmo is none of its families"),
+        ("granitemoehybrid", {"time_step_limit": [0.0, 1.0]}, r"its time_step_limit is \(0.0, 1.0\)"),
     ],
 )
 def test_what_the_decoder_does_not_know_is_left_to_transformers(
@@ -427,6 +429,21 @@ def test_what_the_decoder_does_not_know_is_left_to_transformers(
     with pytest.raises(ValueError, match=reason):
         raise ValueError(target.backend_reason)
     assert load_target(folder, backend="hf").backend_reason is None
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("deepseek_v3", {}, "its attention is latent"),
+        ("glm4_moe_lite", {}, "its attention is latent"),
+        ("nemotron_h", {"moe_latent_size": 16}, "its experts read a latent projection"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "its MLPs have the activation silu"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 32}, "none of its layers has attention"),
+    ],
+)
+def test_what_the_decoder_does_not_know_is_named(family: str, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotCovered, match=reason):
+        decoder_config(AutoConfig.for_model(family, **fields))
 
 
 def test_experts_are_not_quantized_at_load_time(folders: dict[str, Path]) -> None:

@@ -23,6 +23,8 @@ from blockdraft.targets.mamba2_tensors import granite_hybrid_tensors, nemotron_h
 from blockdraft.targets.model_config import AnyConfig
 from blockdraft.targets.qwen3_next import qwen3_next_tensors
 
+# Reason against models with latent attention, such as those of DeepSeek and GLM-4.7-Flash.
+LATENT = "its attention is latent: keys and values of a token are projections of one vector, and differ in size"
 # Rotary scalings whose frequencies do not depend on the sequence length, within the context.
 STATIC_ROPES = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
 
@@ -68,6 +70,8 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
     """
     config = text_part(config)
     family = FAMILIES.get(config.model_type)
+    if getattr(config, "kv_lora_rank", None):
+        raise NotCovered(LATENT)
     if family is None:
         raise NotCovered(f"{config.model_type} is none of its families: {', '.join(FAMILIES)}")
     if getattr(config, "use_bidirectional_attention", None) not in (

@@ -17,6 +17,7 @@ from blockdraft.formats.gguf import GGUFFile, GGUFTensor
 from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS, rope_metadata
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
+from blockdraft.targets.families import LATENT
 from blockdraft.targets.model_config import AnyConfig, make_config
 
 # `model_type` by the architectures of llama.cpp.
@@ -109,6 +110,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     """
     metadata = file.metadata
     name = metadata.get("general.architecture")
+    if f"{name}.attention.kv_lora_rank" in metadata:
+        raise NotCovered(LATENT)
     if name not in FAMILIES:
         raise NotCovered(f"its architecture {name} is none of {', '.join(FAMILIES)}")
 
