@@ -72,7 +72,7 @@ def plans(batch: int) -> list[Plan]:
 
 
 def changed(new_state: Callable[[int, int], Any], read: Callable[..., None], batch: int) -> Iterator[Any]:
-    """Yield the state of sequences after each way to change them: read, cut, copied, and stored.
+    """Yield the state of sequences after each way to change them: empty, read, cut, copied, and stored.
 
     Args:
         read: Function from a state, numbers of tokens to read, and numbers of them to commit.
@@ -81,7 +81,10 @@ def changed(new_state: Callable[[int, int], Any], read: Callable[..., None], bat
     rows = [number * SLOTS for number in range(batch + 2)]
     own, copied, loaded = rows[:batch], *rows[batch:]
     part = state.of(own)
-    read(part, 9, [9] * batch)
+    yield part
+    read(part, 9, [9 * (number % 3 != 1) for number in range(batch)])
+    yield part
+    read(part, 9, [9 * (number % 3 == 1) for number in range(batch)])
     yield part
     read(part, 6, [6 - number % 4 for number in range(batch)])
     yield part
@@ -104,6 +107,8 @@ def drafts(drafter: Any, batch: int) -> Iterator[Proposal]:
         drafter.observe(state, tokens, torch.randn(len(lengths), count, size, generator=generator), lengths)
 
     for state in changed(drafter.new_state, read, batch):
+        if not all(state.lengths) and (drafter.network.description.has_pairs or not drafter.network.description.layers):
+            continue  # pairs and heads need the hidden state of a token, which every prompt has
         anchors = torch.randint(5, 200, (batch,), generator=generator)
         before = list(state.lengths)
         for plan in plans(batch):
@@ -119,15 +124,12 @@ def test_drafts_are_torchs(executor: str, kind: str, batch: int, load: Callable[
     ours, theirs = load(kind, executor), load(kind, "torch")
     without = (executor, kind) == ("captured", "medusa")  # heads are not captured
     assert type(ours.runner) is (TorchDraftRunner if without else RUNNERS[executor])
-    assert (
-        ours.state_bytes(2, 50)
-        == theirs.state_bytes(2, 50)
-        == ours.new_state(2, 50).nbytes + sum(shape.token_bytes * 100 for shape in theirs.runner.shapes)
-    )
+    assert ours.state_bytes(2, 50) == theirs.state_bytes(2, 50)
     for mine, expected in zip(drafts(ours, batch), drafts(theirs, batch), strict=True):
         assert torch.equal(mine.tokens, expected.tokens) and torch.equal(mine.parents, expected.parents)
         torch.testing.assert_close(mine.expected, expected.expected, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(mine.acceptance_probs, expected.acceptance_probs, rtol=1e-3, atol=1e-4)
+        if mine.acceptance_probs is not None:  # a chain in one call has none
+            torch.testing.assert_close(mine.acceptance_probs, expected.acceptance_probs, rtol=1e-3, atol=1e-4)
         assert (mine.q is None) == (expected.q is None)
         for q, other in zip(mine.q or (), expected.q or (), strict=True):
             if q is not None and other is not None:
@@ -138,22 +140,25 @@ TREE = torch.tensor([[-1, 0, 0, 1, 1, 2, 5]])
 
 
 def scores(target: Any, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and hidden states of chains and trees, which are never committed."""
+    """Yield logits and hidden states of chains and trees, and the last logits of prompts."""
     generator, layers = torch.Generator().manual_seed(batch), (0, 2, 3)
 
     def tokens(rows: int, count: int) -> Tensor:
         return torch.randint(5, 200, (rows, count), generator=generator)
 
     def read(cache: Any, count: int, lengths: Sequence[int]) -> None:
-        last = torch.tensor(lengths) - 1
-        target.forward(tokens(len(lengths), count), chain_parents(len(lengths), count), cache, (), last)
+        last = (torch.tensor(lengths) - 1).clamp(min=0)
+        output = target.forward(tokens(len(lengths), count), chain_parents(len(lengths), count), cache, (), last)
+        read_logits.append(output.logits)
         cache.commit([range(length) for length in lengths])
 
+    read_logits = list[Tensor]()
     for cache in changed(target.new_cache, read, batch):
         for parents in (chain_parents(batch, 1), chain_parents(batch, 5), TREE.expand(batch, -1)):
             output = target.forward(tokens(batch, parents.size(1)), parents, cache, layers)
             yield output.logits, output.hidden_states
         cache.commit([[0, 2, 5]] * batch)  # of the tree
+    yield from ((logits, logits) for logits in read_logits)
 
 
 @torch.no_grad()
