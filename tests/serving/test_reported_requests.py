@@ -191,6 +191,7 @@ LOOK_AROUND = r"^(?!\.)[a-z]+$"
         ({"type": "array", "items": {"enum": [1]}, "maxItems": 2, "uniqueItems": True}, "uniqueItems"),
         ({"type": "object", "patternProperties": {LOOK_AROUND: {}}, "maxProperties": 0}, "patternProperties"),
         ({"$ref": "https://example.com/x.json", "enum": [1]}, "$ref"),
+        ({"not": {"$id": "n", "enum": [2]}, "$ref": "n"}, "not"),
     ],
 )
 def test_only_a_strict_format_refuses_what_no_grammar_expresses(
@@ -276,6 +277,7 @@ def test_parameters_where_another_api_has_them_are_refused(shared_client: Client
 @pytest.mark.parametrize(
     ("path", "more"),
     [("/api/generate", {"messages": [USER]}), ("/api/generate", {"tools": [{"type": "function"}]})]
+    + [("/api/generate", {"context": [1, 2]})]
     + [("/api/chat", {"prompt": "x"}), ("/api/chat", {"system": "x"}), ("/api/chat", {"functions": [{}]})],
 )
 def test_fields_of_ollamas_other_route_are_refused(shared_client: Client, path: str, more: dict[str, Any]) -> None:
@@ -541,6 +543,23 @@ def test_arguments_of_another_name_are_refused(shared_client: Client, path: str,
     call = {"type": "function", "function": {"name": "f", name: {"a": 1}}}
     answer = ask(shared_client, path, messages=[USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER])
     assert answer.status_code == 400 and f"{name} is not supported by this server; use arguments" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/messages",
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "args": {"a": 1}}]}]},
+        ),
+        ("/v1/messages", {"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "input": "{}"}]}),
+        ("/v1/chat/completions", {"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]}),
+    ],
+)
+def test_calls_in_the_form_of_another_api_are_refused(shared_client: Client, path: str, body: dict[str, Any]) -> None:
+    answer = ask(shared_client, path, **body)
+    assert answer.status_code == 400 and re.search("; use|needs call_id, name and arguments", answer.text), answer.text
 
 
 def test_cut_arguments_are_text_where_the_template_allows_it(

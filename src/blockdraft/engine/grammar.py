@@ -233,7 +233,12 @@ def _as_json(schema: Any) -> str:
 def _validate(schema: str) -> tuple[str, list[str]]:
     """Return a schema in llguidance's form, and what it cannot enforce or read."""
     matcher: type[LLMatcher] = _llguidance().LLMatcher
-    compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
+    try:
+        compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
+    except ValueError as error:  # the schema is valid JSON, which llguidance's reader limits further
+        is_deep = "recursion" in str(error)
+        why = TOO_DEEP if is_deep else "the schema holds a number beyond the range of 64 bits; change it"
+        raise ValueError(why) from error
     _, warnings = matcher.validate_grammar_with_warnings(compiled)
     return compiled, [warning for warning in warnings if not warning.startswith("Unknown format: ")]
 
@@ -374,9 +379,10 @@ def relax(text: str, references: bool = False) -> tuple[str, tuple[str, ...]]:
             if not _has_useless_patterns({**part, "patternProperties": patterns}):
                 part.pop("additionalProperties", None)  # would forbid the names that match
         reference = part.get("$ref")
-        is_missing = isinstance(reference, str) and known.path(reference) is None
-        if is_missing and (references or not reference.startswith("#")):
-            drop(part, "$ref", reference)
+        if isinstance(reference, str) and known.path(reference) is None:
+            was_known = original.path(reference) is not None  # in a keyword that is left out
+            if references or was_known or not reference.startswith("#"):
+                drop(part, "$ref", reference)
         return part
 
     def without(part: Any, names: set[str]) -> Any:
@@ -393,9 +399,10 @@ def relax(text: str, references: bool = False) -> tuple[str, tuple[str, ...]]:
 
     try:
         schema = with_pointers(schema)
-        known = References(schema)
-        schema = change(schema)
+        original = References(schema)
         while True:
+            known = References(schema)
+            schema = change(schema)
             relaxed = _as_json(checked_schema(schema))
             names = _lacking(_validate(relaxed)[1])
             before, schema = schema, without(schema, names)

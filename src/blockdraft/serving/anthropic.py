@@ -77,6 +77,9 @@ def router(service: Service) -> APIRouter:
 class Block(Part):
     """A block of a message. The fields that it needs depend on its type."""
 
+    unsupported = dict.fromkeys(("arguments", "parameters", "args"), ())  # for what this API calls input
+    alternatives = dict.fromkeys(unsupported, "input")
+
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -87,6 +90,9 @@ class Block(Part):
 
 
 class AnthropicMessage(Schema):
+    unsupported = {"tool_calls": (), "function_call": ()}
+    alternatives = dict.fromkeys(unsupported, "content")
+
     role: Literal["user", "assistant", "system"]
     content: str | Listed[Block]
 

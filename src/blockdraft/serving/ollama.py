@@ -256,8 +256,9 @@ class OllamaSchema(Schema):
 
 
 class GenerateRequest(OllamaSchema):
-    unsupported = OllamaSchema.unsupported | dict.fromkeys(("images", "template", "messages", "tools"), ())
-    alternatives = OllamaSchema.alternatives | {"template": "raw", "messages": "/api/chat", "tools": "/api/chat"}
+    unsupported = OllamaSchema.unsupported | dict.fromkeys(("images", "template", "context", "messages", "tools"), ())
+    alternatives = OllamaSchema.alternatives | {"template": "raw"}
+    alternatives |= dict.fromkeys(("context", "messages", "tools"), "/api/chat")
 
     prompt: str = ""
     suffix: str | None = None

@@ -104,6 +104,7 @@ class EarlierToolCall(Schema):
 
 class ChatMessage(Schema):
     unsupported = {"function_call": (), "audio": ()}
+    alternatives = {"function_call": "tool_calls"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Listed[Part] | None = None

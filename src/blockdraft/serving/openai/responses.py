@@ -187,7 +187,7 @@ class Item(Schema):
         """
         if self.type == "message" and self.role is not None and self.content is not None:
             return {"role": self.role, "content": join_text(f"{place}.content", self.content)}
-        if self.type == "function_call" and self.call_id and self.name:
+        if self.type == "function_call" and self.call_id and self.name and (self.arguments or not self.input):
             return self._call(self.call_id, _full_name(self.namespace, self.name), parse_arguments(self.arguments))
         if self.type == "custom_tool_call" and self.call_id and self.name and self.input is not None:
             return self._call(self.call_id, _full_name(self.namespace, self.name), {"input": self.input})
