@@ -213,7 +213,7 @@ def call_arguments(place: str, function: Mapping[str, Any]) -> Any:
     """
     present = {key: value for key, value in function.items() if value is not None}
     given = [present[key] for key in ARGUMENTS if present.get(key) not in (None, "", {}, [])]
-    unknown = [key for key, value in present.items() if key not in ARGUMENTS and isinstance(value, Mapping)]
+    unknown = [key for key in present if key not in (*ARGUMENTS, "name", "description", "strict", "index", "call_id")]
     if any(value != given[0] for value in given[1:]):
         raise UsageError(f"{place} holds several of {', '.join(ARGUMENTS)}, which differ; give one of them.")
     if unknown and not any(key in present for key in ARGUMENTS):

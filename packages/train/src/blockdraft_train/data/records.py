@@ -62,6 +62,7 @@ MARKS = {"0": False, "false": False, "1": True, "true": True}
 LOST = ("image", "images", "video", "videos", "audio", "audios", "mask", "masked", "loss_scale", "train_detail")
 LOST += ("training_detail",)  # only some spans are learned
 LOST_IN_RECORDS = (*LOST, "chosen", "rejected", "documents", "chat_template", "chat_template_kwargs")
+LOST_IN_RECORDS += ("enable_thinking", "reasoning_effort")  # which --template-args sets for all
 LOST_IN_PAIRS = ("history", "instruction", "input", "context", "suffix")
 
 END = object()
@@ -177,6 +178,10 @@ def _check_others(chat: list[Message], name: str, present: Mapping[str, Any]) ->
     for other in others:
         if _chat(other, present[other]) != chat:
             raise UsageError(f'"{name}" and "{other}" hold different conversations; leave one of them out.')
+    if isinstance(turns := present.get("turns"), list):
+        others.append("turns")
+        if turns != [message["content"] for message in chat if message["role"] == "user"]:
+            raise UsageError(f'"{name}" and "turns" hold different conversations; leave one of them out.')
     return {*others, "rejected"} if "chosen" in others else {*others}
 
 
@@ -306,6 +311,11 @@ def _tool(raw: Any) -> dict[str, Any]:
     parameters = _from_json("parameters of a tool", _only(function, ("parameters", "input_schema", "inputSchema")))
     if not isinstance(parameters, dict | None):
         raise UsageError(f"the parameters of {function['name']} must be an object, got {_short(parameters)}.")
+    others = [
+        key for key, value in function.items() if isinstance(value, dict | list) and value and key != "parameters"
+    ]
+    if not {"parameters", "input_schema", "inputSchema"} & {*function} and others:
+        raise UsageError(f"the tool {function['name']} holds {others[0]!r} and no parameters; name these so.")
     names = ("name", "description")
     present = {name: function[name] for name in names if name in function}
     if parameters or function.get("parameters") == {}:
@@ -335,7 +345,10 @@ def _message(name: str, index: int, raw: Any) -> Message:
         raise UsageError(f"the fields {', '.join(LEARNED)} of a message contradict each other; give one of them.")
     if learned == {False}:
         present["weight"] = 0
-    if tool_calls := _tool_calls(index, calls):
+    tool_calls = _tool_calls(index, calls)
+    if "function_call" in roles.values() and not tool_calls:
+        raise UsageError("a message of role function_call holds no call; give its name and arguments.")
+    if tool_calls:
         present["tool_calls"] = tool_calls
         content = "" if content is None else content
     reasoning = _only(present, REASONING)
@@ -380,7 +393,7 @@ def _tool_call(raw: Any) -> dict[str, Any]:
         raise UsageError(f"a message has the tool call {_short(raw)}; it needs a function with a name.")
     name = function["name"]
     given = {key: value for key, value in function.items() if key not in ("id", "type")}
-    arguments = _from_json("the arguments of a tool call", call_arguments(f"the call of {name}", given) or {})
+    arguments = _from_json("the arguments of a tool call", call_arguments(f"the call of {name}", given))
     if not isinstance(arguments, dict):
         raise UsageError(f"a message calls {name} with {_short(arguments)}; give an object.")
     return {"id": raw.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -405,6 +418,10 @@ def _text(present: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         actual = "but is absent" if value is None else f"got {_short(value)}"
         raise UsageError(f'"{name}" must be a text, {actual}.')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f'"{name}" holds a lone surrogate at character {error.start}; give valid Unicode.') from error
     return value
 
 
