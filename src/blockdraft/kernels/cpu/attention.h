@@ -281,6 +281,9 @@ INLINE void sum_tile(const Products *given, i64 at, const int SCORES, const int 
     }
 }
 
+/* Return the size of the next group of `left` queries, of at most `most`. The last two are of about the same size. */
+INLINE i64 next_group(i64 left, i64 most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+
 /* Functions that compute `size` sums of R queries. */
 #define SUM_TILE(SCORES, R, C)                                                                         case R * 8 + C: sum_tile(&own, at, SCORES, R, C); break;
 #if WIDTH == 4
@@ -293,7 +296,19 @@ INLINE void sum_tile(const Products *given, i64 at, const int SCORES, const int 
 #else
 #define ALL_SUM_TILES(S) SUM_TILES(S, 1) SUM_TILES(S, 2) SUM_TILES(S, 3)
 #endif
-#define SUMS(name, SCORES)                                                                                    static __attribute__((noinline)) void name(const Products *given, i64 size, i64 R) {                          const i64 groups = (R + MOST_AT_ONCE - 1) / MOST_AT_ONCE;                                                 Products own = *given;                                                                                    for (i64 group = 0; group < groups; group++) {                                                                const i64 first = R * group / groups, count = R * (group + 1) / groups - first;                           own.w = given->w + first * own.apart, own.out = given->out + first * own.stride;                          own.starts = given->starts + first, own.of_queries = given->of_queries + first;                           for (i64 at = 0, C; at < size; at += C * LANES) {                                                             C = size - at >= WIDTH * LANES ? WIDTH : size - at >= 2 * LANES ? 2 : 1;                                  switch (count * 8 + C) { ALL_SUM_TILES(SCORES)        }                                               }                                                                                                     }                                                                                                     }
+#define SUMS(name, SCORES)                                                                               \
+    static __attribute__((noinline)) void name(const Products *given, i64 size, i64 R) {                 \
+        Products own = *given;                                                                           \
+        for (i64 first = 0, count; first < R; first += count) {                                          \
+            count = next_group(R - first, MOST_AT_ONCE);                                                 \
+            own.w = given->w + first * own.apart, own.out = given->out + first * own.stride;             \
+            own.starts = given->starts + first, own.of_queries = given->of_queries + first;              \
+            for (i64 at = 0, C; at < size; at += C * LANES) {                                            \
+                C = size - at >= WIDTH * LANES ? WIDTH : size - at >= 2 * LANES ? 2 : 1;                 \
+                switch (count * 8 + C) { ALL_SUM_TILES(SCORES) }                                         \
+            }                                                                                            \
+        }                                                                                                \
+    }
 SUMS(scores_of, 1)
 SUMS(sums_of, 0)
 #undef SUMS

@@ -179,7 +179,6 @@ static void weigh_all(Tile *x, i64 j, i64 R, float *scores, const float *factors
 /* Let all queries attend to the slots from `begin` to `end`. */
 static void attend_slots(Tile *x, i64 begin, i64 end) {
     const i64 D = x->m->head_dim, size = SLOT(D) * BYTES(STORE), most = x->tiled ? TILE_QUERIES : AT_ONCE;
-    const i64 groups = (x->count + most - 1) / most;
     float key_factors[SLOTS] = {0}, factors[SLOTS] = {0}, scales[TILE_QUERIES];
     i64 all_from = begin, all_to = x->call->lengths[x->row]; /* slots that all queries see */
     for (i64 j = 0; j < x->count; j++) {
@@ -193,10 +192,9 @@ static void attend_slots(Tile *x, i64 begin, i64 end) {
         const float *values = STORE == FLOAT32 ? (const float *)stored : x->values;
         read_factors(stored, T, D, factors);
         const i64 rows = STORE == FLOAT32 ? T : read_values(stored, T, D, x->tiled, x->values);
-        for (i64 group = 0; group < groups; group++) {
-            const i64 j = x->tiled ? group * most : x->count * group / groups;
-            const i64 next = x->tiled ? j + most : x->count * (group + 1) / groups;
-            const i64 R = next < x->count ? next - j : x->count - j;
+        for (i64 j = 0, R; j < x->count; j += R) {
+            const i64 left = x->count - j;
+            R = !x->tiled ? next_group(left, most) : left < most ? left : most;
             int any = all;
             for (i64 r = j; !any && r < j + R; r++) any = x->first[r] < t + SLOTS && x->end[r] > t;
             if (!any) continue;
