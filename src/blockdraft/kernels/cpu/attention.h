@@ -210,12 +210,6 @@ INLINE sum_ product(sum_ sum, const float *w, sum_ x, const int SCORES) {
 #endif
 }
 
-#ifdef __x86_64__
-#define IN_REGISTER(x) __asm__("" : "+v"(x)) /* gcc would read x from memory again for each query */
-#else
-#define IN_REGISTER(x)
-#endif
-
 /* Add the products of a row to the sums of R queries. */
 INLINE void add_row(const Products *p, i64 i, i64 at, sum_ sums[MOST_AT_ONCE][WIDTH], const int SCORES, const int R,
                     const int C) {

@@ -62,7 +62,7 @@ static i64 first_seen(const Layer *layer, const Call *call, i64 length, i64 dept
 }
 
 #define QUERIES 256 /* maximum queries that share a read of keys and values */
-#define LEAST_QUERIES 32 /* of a piece of work */
+#define LEAST_QUERIES 64 /* of a piece of work */
 #define BRANCHED 32 /* maximum queries of branches that are computed together */
 #define PADDED(slots) (((slots) + SLOTS - 1) / SLOTS * SLOTS)
 

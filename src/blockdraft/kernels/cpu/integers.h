@@ -314,7 +314,6 @@ INLINE void fetch(const uint8_t *at, const int size) {
 
 #ifdef PAIRS
 #define ONES ((shorts){} + 1)
-#define IN_ORDER(x) __asm__("" : "+x"(x)) /* gcc would add up many products at the end, and keep them in memory till then */
 
 /* `group_sums` for at most 32 inputs, or 16 of FLOAT4. */
 INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, ints *sums, const int KIND, const int R) {
@@ -331,12 +330,12 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 pairs[r] += PAIRS(low, spread(x + i * R + r * 4));
-                IN_ORDER(pairs[r]);
+                IN_REGISTER(pairs[r]);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 pairs[r] += PAIRS(high, spread(x + (i + 4) * R + r * 4));
-                IN_ORDER(pairs[r]);
+                IN_REGISTER(pairs[r]);
             }
             continue;
         }
@@ -351,7 +350,7 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, in
             here = (ints)WIDE(sign_epi8)((register_)here, (register_)own);
 #endif
             sums[r] = DOT2(sums[r], PAIRS(largest, here), ONES);
-            IN_ORDER(sums[r]);
+            IN_REGISTER(sums[r]);
         }
     }
 #pragma GCC unroll 8
@@ -380,7 +379,7 @@ INLINE void add_scaled_pairs(const uint8_t *w, const int8_t *x, const int size, 
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             pairs[r] += PAIRS(low, spread(x + i * R + r * 4)) + PAIRS(high, spread(x + (i + 4) * R + r * 4));
-            if (R > 2) IN_ORDER(pairs[r]);
+            if (R > 2) IN_REGISTER(pairs[r]);
         }
     }
 #pragma GCC unroll 8

@@ -69,6 +69,14 @@ typedef short eight __attribute__((vector_size(16)));
 
 #include "calls.h"
 
+/* Have a vector in a register here. Else gcc reads factors from memory for each product, or computes many products before it
+   adds them up, so that they do not fit into registers. */
+#ifdef __SSE2__
+#define IN_REGISTER(x) __asm__("" : "+v"(x))
+#else
+#define IN_REGISTER(x)
+#endif
+
 INLINE vec splat(float x) { return x - (vec){}; } /* + would turn -0 into 0 */
 INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
 #if LANES == 16 /* gcc does not find these instructions */
