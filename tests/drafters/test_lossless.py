@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pretended_gpu import pretended_gpu
+from thinned import thinned
 from torch import Tensor
 
 from blockdraft import drafters
@@ -293,7 +294,7 @@ def test_sequences_at_any_slots_and_copies_draft_as_if_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", thinned(FILES, keep=4, marks=[pytest.mark.long]))
 def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tiny_target_dir: Path, kind: str) -> None:
     """On a pretended one, which refuses to mix devices."""
     fixture, params = FOLDERS[kind], [replace(each, max_new_tokens=9) for each in PARAMS[:3]]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from captured_forwards import Recorder
+from thinned import LONG, thinned
 from tiny_families import FAMILIES, write_model
 from torch._dynamo.utils import counters
 
@@ -17,7 +18,7 @@ from blockdraft.targets.native import NativeTarget
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, keep=4, marks=LONG))
 def test_layers_are_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(family, tmp_path)
     try:

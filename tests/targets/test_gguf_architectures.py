@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf_models import MODELS, model_of, scores
 from gguf_writer import write_gguf
+from thinned import LONG
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
@@ -96,7 +97,7 @@ FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=LONG if "-Q8" in name else ()) for name in FILES])
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, kinds, differences, metadata = FILES[request.param]
     path = tmp_path_factory.mktemp("file") / f"{request.param}.gguf"
