@@ -11,6 +11,7 @@ against.json.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,7 +58,9 @@ def child(root: Path, pair: dict[str, str | None], threads: int | None, log: Pat
     """Start the process of one tree. `pair` holds the arguments of `child.load`."""
     command = [sys.executable, str(Path(__file__).with_name("child.py"))]
     # A cache without pulled models, so that the bundled pair is the default.
-    environment = {"PYTHONPATH": str(root / "src"), "BLOCKDRAFT_CACHE": str(ROOT / "build/against-cache")}
+    # Packages beside the core, which may be installed from the other tree, come from the same tree.
+    sources = os.pathsep.join(map(str, [root / "src", *sorted(root.glob("packages/*/src"))]))
+    environment = {"PYTHONPATH": sources, "BLOCKDRAFT_CACHE": str(ROOT / "build/against-cache")}
     return PeerProcess(command, pair, threads, log, PATIENCE, environment=environment, cwd=root)
 
 
