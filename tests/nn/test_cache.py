@@ -167,6 +167,21 @@ def test_an_empty_cache_has_no_slots() -> None:
         write(cache, [5])
 
 
+def test_stored_tokens_are_loaded(cache: KVCache) -> None:
+    first, second = cache.starts
+    fill(cache, [1, 2, 3], [])
+    tensors = cache.export(first, 2)
+    assert {tensor.size(-2) for tensor in tensors.values()} == {2}
+    for into, start in ((cache, second), (KVCache(1, 10), 0)):
+        into.load(start, [1, 2], tensors)
+        assert contents(into.of([start])) == [[1, 2]]
+
+
+def test_what_is_stored_of_the_last_token(cache: KVCache) -> None:
+    fill(cache, [1, 2, 3], [])
+    assert cache.last(cache.stores[0]).tolist() == [[[3.0, 3.0]], [[0.0, 0.0]]]
+
+
 # Views.
 
 
