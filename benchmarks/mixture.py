@@ -193,6 +193,26 @@ def qwen3_layer_of_06b(layer: int) -> Tensors:
     }
 
 
+GRANITE_ATTENTION = (5, 15, 25, 35)  # layers of Granite 4-H-1B with attention
+
+
+def granite_hybrid_layer(layer: int) -> Tensors:
+    hidden, inner, heads, values, state = 1536, 4096, 48, 3072, 128
+    tensors = {name: own for name, own in mlp(hidden, inner).items() if name != "post_attention_norm.weight"}
+    tensors |= vectors(("ffn_norm.weight", hidden))
+    if layer in GRANITE_ATTENTION:
+        return tensors | attention("Q4_K", hidden, 12, 4, 128, "Q6_K")
+    channels = values + 2 * state
+    return tensors | {
+        "ssm_in.weight": ("Q4_K", (values + channels + heads, hidden)),
+        "ssm_out.weight": ("Q4_K", (hidden, values)),
+        "ssm_conv1d.weight": ("F32", (channels, 4)),
+        **vectors(("ssm_conv1d.bias", channels), ("ssm_dt.bias", heads)),
+        **{f"ssm_{part}": ("F32", (heads, 1)) for part in "ad"},
+        "ssm_norm.weight": ("F32", (1, values)),
+    }
+
+
 def sizes(hidden: int, heads: int, kv_heads: int | list[int], head_dim: int, **others: Any) -> dict[str, Any]:
     return {
         "context_length": 4096,
@@ -258,6 +278,18 @@ SHAPES = {
         qwen3_5_layer(*QWEN3_5_4B),
         8,
     ),
+    "granite-4-h-1b": Shape(
+        "granitehybrid",
+        sizes(1536, 12, [4 if layer in GRANITE_ATTENTION else 0 for layer in range(40)], 128)
+        | {"context_length": 32768, "feed_forward_length": 4096, "expert_shared_feed_forward_length": 4096}
+        | {"rope.dimension_count": 128, "rope.scaling.finetuned": False, "attention.layer_norm_rms_epsilon": 1e-5}
+        | {"attention.scale": 0.0078125, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 6.0}
+        | {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 1}
+        | {"ssm.time_step_rank": 48, "ssm.inner_size": 3072},
+        {"token_embd.weight": ("Q6_K", (SMALL_VOCABULARY, 1536)), **vectors(("output_norm.weight", 1536))},
+        granite_hybrid_layer,
+        40,
+    ),
     "qwen3-0.6b": Shape(
         "qwen3",
         sizes(1024, 16, 8, 128)
@@ -273,7 +305,8 @@ SHAPES = {
 def random_values(kind: str, shape: tuple[int, ...], numbers: np.random.Generator) -> np.ndarray:
     """Return random weights, quantized ones as bytes `[..., out, bytes]` uint8."""
     if kind == "F32":
-        return numbers.standard_normal(shape, dtype=np.float32) / 20 + (1 if len(shape) == 1 else 0)
+        is_vector = max(shape) == math.prod(shape)
+        return numbers.standard_normal(shape, dtype=np.float32) / 20 + (1 if is_vector else 0)
     values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = np.frombuffer(numbers.bytes(math.prod(shape) // values * size), np.uint8).copy()
     blocks = blocks.reshape(*shape[:-1], shape[-1] // values, size)
@@ -292,7 +325,8 @@ def write_model(path: Path, shape: Shape, layers: int) -> None:
         if kind is list:
             writer.add_array(key, value[:layers] if len(value) >= layers else value)
         else:
-            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[kind](key, value)
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add[kind](key, value)
     tensors = dict(shape.tensors)
     for layer in range(layers):
         tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in shape.layer(layer).items()}
