@@ -1,6 +1,7 @@
 """Prefixes of sequences with recurrent states: shared between requests, kept between turns, and stored on disk."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,16 @@ def test_instructions_are_stored_on_disk(target: Target, tmp_path: Path, monkeyp
             assert done.token_ids == alone(target, prompt)
             assert done.stats.remembered == len(SYSTEM)
         assert len(list(tmp_path.glob("prefixes/*.prefix"))) == 1
+
+
+def test_an_answer_that_ends_within_an_accepted_draft_is_kept_up_to_a_checkpoint(target: Target) -> None:
+    first = [*SYSTEM, 30, 31, 32]
+    whole = alone(target, first)
+    place = next(i for i in range(2, len(whole)) if whole[i] not in whole[:i])
+    stopped = replace(GREEDY, stop_token_ids=(whole[place],), prediction=whole)
+    with engine(target, "lookup") as running:
+        [answer] = running.generate([first], stopped)
+        assert answer.token_ids == whole[: place + 1] and max(answer.stats.committed) > 1
+        [again] = running.generate([[*first, *answer.token_ids, 40]], GREEDY)
+        assert again.token_ids == alone(target, [*first, *answer.token_ids, 40])
+        assert again.stats.remembered >= len(first) - LAST_TOKENS

@@ -206,7 +206,9 @@ class KVSlots:
         """Keep a sequence for requests with the same prefix, if possible."""
         self._runner.catch_up()  # a drafter that fails here fails the request
         request, start = sequence.request, sequence.start
-        tokens = (request.prompt + request.token_ids)[: self._runner.committed_length(start)]
+        # An answer that was cut within an accepted draft ends before the state of recurrent layers.
+        whole = (request.prompt + request.token_ids)[: self._runner.committed_length(start)]
+        tokens = whole[: self._runner.reusable(start, len(whole))]
         if request.failure is not None or not self._can_share or not 0 < len(tokens) <= self._prefix_tokens:
             return False
         self._runner.shrink(start, len(tokens))

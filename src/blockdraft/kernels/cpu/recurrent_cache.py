@@ -160,8 +160,8 @@ class CompiledRecurrentCache(KVCache):
         """
         if self._lengths[start] > capacity:
             self._checkpoint_at(start, capacity)
-            self._rows.pop(start, None)
-            for count in self._lengths_kept(start):
+            self.rows.pop(start, None)
+            for count in self.checkpoint_lengths(start):
                 if count > capacity:
                     del self._checkpoints[start, count]
         super().shrink(start, capacity)
@@ -170,7 +170,7 @@ class CompiledRecurrentCache(KVCache):
 
     def grow(self, start: int, capacity: int) -> None:
         super().grow(start, capacity)
-        if start not in self._rows and self._lengths[start]:
+        if start not in self.rows and self._lengths[start]:
             self._adopt(start, self._checkpoint_at(start, self._lengths[start]))
 
     def reusable(self, start: int, length: int) -> int:
