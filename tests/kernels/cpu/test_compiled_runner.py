@@ -54,6 +54,7 @@ CONFIGS: dict[str, Eagle3Config | MTPConfig] = {
 STORES: dict[str, tuple[Any, float]] = {
     "float32": ({}, 4e-4),
     "bfloat16": ({"dtype": "bfloat16", "round_drafters": False}, 0.24),
+    "bfloat16 keys and values": ({"kv_dtype": "bfloat16"}, 0.1),
     "int8": ({"kv_dtype": "int8"}, 0.4),
     "weights of 8 bits": ({"quantize": "int8"}, 4e-4),
 }
