@@ -1,28 +1,29 @@
 """Train drafters that differ from the recipe in one thing each, on the same data, and compare them.
 
-experiments.py mix --data build/dense/data build/code-files/data --tokens 100000 --target GGUF --out build/experiments
 experiments.py run --target GGUF --target-layers 6,14,22 --out build/experiments
 experiments.py table --out build/experiments
 
-`mix` takes whole documents of each folder, in the order of a shuffle, and computes their hidden states. `run` trains
-what is not trained yet, so it can be stopped and run again; start it with `chrt -i 0` to use idle time only. `table`
-prints what held-out documents gave: the accepted length, and the share of draft tokens that are right by position,
-given that all tokens before them are.
+`run` learns from `OUT/data` (mix.py) and its hidden states in `OUT/hidden-states`. It trains what is not trained yet,
+so it can be stopped and run again; start it with `chrt -i 0` to use idle time only. `table` prints what held-out
+documents gave: the accepted length, and the share of draft tokens that are right by position, given that all tokens
+before them are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 from blockdraft import load_target
+<<<<<<< HEAD
 from blockdraft_train.data.documents import Document, read_data
 from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
+=======
+>>>>>>> 9d9d29c9 (Continue the bundled coder's drafter with the whole MLP, from the responses of the repository)
 
 RECIPE = Path(__file__).parent / "drafter.toml"
 # Of a single pass. Steps are few, so held-out documents are measured at the end alone.
@@ -42,27 +43,6 @@ EXPERIMENTS: dict[str, dict[str, str]] = {
     "then-tv": {"init": "recipe", "--seed": "1", "--objective": "decay=0.1,total_variation=0.9"},
     "then-lk": {"init": "recipe", "--seed": "1", "--objective": "lk_hybrid=1.0"},
 }
-
-
-def mix(args: argparse.Namespace) -> None:
-    target, pick, documents = load_target(args.target), random.Random(0), list[Document]()
-    assert target.tokenizer is not None
-    for folder in args.data:
-        data, tokens = read_data(folder), 0
-        for index in pick.sample(range(len(data)), len(data)):
-            if tokens < args.tokens // len(args.data):
-                documents.append(data[index])
-                tokens += len(data[index].tokens)
-    pick.shuffle(documents)
-    identity = {"tokenizer": tokenizer_fingerprint(target.tokenizer), "written_by": {"writer": "people"}}
-    writer = DataWriter(args.out / "data", identity)
-    writer.begin()
-    for number, document in enumerate(documents):
-        writer.add(number, [document])
-    print(writer.finish()["counts"])
-    layers = f"{args.target_layers},{target.num_layers}"
-    options = ["--data", args.out / "data", "--target", args.target, "--target-layers", layers]
-    blockdraft("hidden-states", *options, "--out", args.out / "hidden-states")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -101,16 +81,14 @@ def blockdraft(*words: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("mix", "run", "table"))
+    parser.add_argument("action", choices=("run", "table"))
     parser.add_argument("--target", help="the GGUF file")
-    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="DIR", help="data folders to mix")
-    parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--target-layers", default="6,14,22")
     parser.add_argument("--only", nargs="*", choices=list(EXPERIMENTS), metavar="NAME", help="experiments to run")
     parser.add_argument("--further-steps", type=int, default=30, help="of experiments that continue a drafter")
     parser.add_argument("--out", type=Path, default=Path("build/experiments"))
     args = parser.parse_args()
-    {"mix": mix, "run": run, "table": table}[args.action](args)
+    {"run": run, "table": table}[args.action](args)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,18 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.drafters import load_drafter
+from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets import Target
-from blockdraft_train.data.documents import read_data
+from blockdraft_train.data.documents import Document, read_data
 from blockdraft_train.data.hidden_states import plan_hidden_states, read_hidden_states
 from blockdraft_train.data.loops import loop_begin
 from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.data.target_layers import target_hidden_states
+from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.progress import read_log
 
 RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
@@ -38,6 +41,7 @@ MODULES = (
     "responses",
     "documents",
     "code_files",
+    "mix",
     "measure_tau",
     "gpu_inputs",
     "on_gpu",
@@ -276,6 +280,28 @@ def test_code_with_a_hole_is_a_part_of_the_file(recipe: Any) -> None:
         text = recipe.code_files.with_hole(code, random.Random(seed)).removesuffix("<|endoftext|>")
         prefix, suffix, middle = re.split(r"<\|fim_(?:suffix|middle)\|>", text.removeprefix("<|fim_prefix|>"))
         assert prefix + middle + suffix in code and prefix and len(middle) >= recipe.code_files.HOLE[0]
+
+
+def test_a_mixture_holds_whole_documents_of_each_folder(
+    recipe: Any, run: Callable[..., None], target: Target, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    identity = {"tokenizer": tokenizer_fingerprint(target.tokenizer), "written_by": {"writer": "people"}}
+    for name, value in (("a", 5), ("b", 6)):
+        writer = DataWriter(tmp_path / name, identity)
+        writer.begin()
+        for number in range(6):
+            writer.add(number, [Document(torch.full((10 + number,), value), torch.ones(10 + number, dtype=torch.bool))])
+        writer.finish()
+    options = ["--target", tiny_target_dir, "--data", tmp_path / "a", tmp_path / "b"]
+    run("mix", *options, "--tokens", 25, 1000, "--out", tmp_path / "mixed")
+    documents = list(read_data(tmp_path / "mixed"))
+    of_a = [len(document.tokens) for document in documents if document.tokens[0] == 5]
+    assert 25 <= sum(of_a) < 25 + 15 and len(documents) - len(of_a) == 6
+    values = [int(document.tokens[0]) for document in documents]
+    assert values not in (sorted(values), sorted(values, reverse=True))
+    assert all((document.tokens == document.tokens[0]).all() for document in documents)
+    with pytest.raises(SystemExit):
+        run("mix", *options, "--tokens", 25, "--out", tmp_path / "other")
 
 
 def test_recorded_hidden_states_are_those_of_the_documents(
