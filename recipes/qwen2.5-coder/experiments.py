@@ -18,12 +18,6 @@ import sys
 from pathlib import Path
 
 from blockdraft import load_target
-<<<<<<< HEAD
-from blockdraft_train.data.documents import Document, read_data
-from blockdraft_train.data.token_data import tokenizer_fingerprint
-from blockdraft_train.data.writer import DataWriter
-=======
->>>>>>> 9d9d29c9 (Continue the bundled coder's drafter with the whole MLP, from the responses of the repository)
 
 RECIPE = Path(__file__).parent / "drafter.toml"
 # Of a single pass. Steps are few, so held-out documents are measured at the end alone.

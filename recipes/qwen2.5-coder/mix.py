@@ -10,8 +10,8 @@ import random
 from pathlib import Path
 
 from blockdraft import load_target
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft_train.data.documents import Document, read_data
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 
 

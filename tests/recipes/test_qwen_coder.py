@@ -20,13 +20,13 @@ import torch
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.drafters import load_drafter
-from blockdraft.formats.token_data import tokenizer_fingerprint
 from blockdraft.targets import Target
 from blockdraft_train.data.documents import Document, read_data
 from blockdraft_train.data.hidden_states import plan_hidden_states, read_hidden_states
 from blockdraft_train.data.loops import loop_begin
 from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.data.target_layers import target_hidden_states
+from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.progress import read_log
 
