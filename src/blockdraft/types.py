@@ -191,7 +191,7 @@ class LoadOptions:
         """Return torch's dtype of keys and values."""
         import torch
 
-        return default if self.kv_dtype is None else getattr(torch, self.kv_dtype)  # type: ignore[no-any-return]
+        return default if self.kv_dtype is None else getattr(torch, self.kv_dtype)
 
     @property
     def torch_device(self) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class Entering(NamedTuple):
 class DeltaRecurrence(Protocol):
     """Recurrence of one layer in one forward pass."""
 
-    def run(self, net: RecurrentMixer, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
+    def run(self, net: RecurrentMixer[Any], mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
         """Return the outputs at R nodes, `[R, value heads, value_dim]` in float32 or wider.
 
         Args:
@@ -72,7 +72,8 @@ class RecurrentMixer(nn.Module, Generic[Config]):
 
     def __init__(self, config: Config, tensors: dict[str, Tensor], eps: float) -> None:
         super().__init__()
-        self.config, self.given, self.eps = config, tensors, eps
+        self.config: Config = config
+        self.given, self.eps = tensors, eps
         self.wide = torch.promote_types(tensors["norm.weight"].dtype, torch.float32)
         self.kernel: Tensor  # `[kernel, channels]`
         self.register_buffer("kernel", tensors["conv1d.weight"].squeeze(1).T.to(self.wide).contiguous())
@@ -262,7 +263,7 @@ class TreeRecurrence:
         self.nodes: Entering
         self.corrections: Tensor
 
-    def run(self, net: RecurrentMixer, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
+    def run(self, net: RecurrentMixer[Any], mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
         batch, within = len(self.state.recurrence), self.ancestry.within
         self.mixed, shares, decays = (part.view(batch, -1, part.size(-1)) for part in (mixed, shares, decays))
         whole = torch.cat([self.state.convolution, self.mixed], dim=1).to(net.wide)
@@ -313,7 +314,7 @@ class ExactRecurrence:
         self.newest: dict[int, RecurrentState] = {}  # state after the last node of each sequence so far
         self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []  # inputs of the nodes so far
 
-    def run(self, net: RecurrentMixer, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
+    def run(self, net: RecurrentMixer[Any], mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
         count = len(self.parents[0])
         out = net.weight.new_zeros(len(mixed), net.config.value_heads, net.config.value_dim)
         self.net = net
@@ -341,7 +342,7 @@ class ExactRecurrence:
 
 
 def step(
-    net: RecurrentMixer, state: RecurrentState, mixed: Tensor, shares: Tensor, decays: Tensor
+    net: RecurrentMixer[Any], state: RecurrentState, mixed: Tensor, shares: Tensor, decays: Tensor
 ) -> tuple[Tensor, RecurrentState]:
     """Return the output `[heads, value_dim]` and the state after one token, without a batch dimension."""
     window = torch.cat([state.convolution, mixed[None]])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from blockdraft.machine import send
 from blockdraft.nn.attention import attend, attend_grouped, grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, StoreShape, write_nodes
-from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayerKind, DraftNetwork
+from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayerKind, DraftNetwork, LayeredNetwork
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.nn.layers import GatedMLP, rms_factor, rotate_swapped
 from blockdraft.nn.packed import PackedLinear
@@ -100,9 +100,10 @@ class TorchDraftRunner(DraftRunner):
         if not layers:
             self.shapes = (hidden_state._replace(dtype=self.dtype),)
         elif self.described.has_pairs:
-            self.shapes = (*(StoreShape(layers, *heads, dtype) for heads in self.network.cached), hidden_state)
+            kinds = cast(LayeredNetwork, network).cached
+            self.shapes = (*(StoreShape(layers, heads, size, dtype) for heads, size in kinds), hidden_state)
         else:
-            (heads, size), _ = self.network.cached
+            (heads, size), _ = cast(LayeredNetwork, network).cached
             self.shapes = (StoreShape(layers, 2 * heads, size, dtype),)
         if self.described.layers and not self.described.has_pairs:
             self._fuse_layers(network)

@@ -155,6 +155,7 @@ class Target(Protocol):
 
     def compile_at_once(self) -> None:
         """Compile and capture everything before it runs, instead of in the background, where it would be."""
+        return
 
     def draft_host(self, head: Callable[[Tensor], Tensor] | None = None) -> DraftHost:
         """Return what a draft network borrows from this target.

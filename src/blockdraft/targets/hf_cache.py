@@ -40,7 +40,8 @@ class HFCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self._rows.write(layer_idx, key_states, value_states)
+        keys, values = self._rows.write(layer_idx, key_states, value_states)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self._rows.lengths)

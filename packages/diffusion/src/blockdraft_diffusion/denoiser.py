@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from blockdraft.nn.layers import RMSNorm
 class KeysValues(Protocol):
     """Store for the keys and values of a pass, such as a `KVCache`."""
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, keys: Tensor, values: Tensor, /) -> Sequence[Tensor]:
         """Store keys and values of new tokens, `[B, heads, N, D]`, and return all visible ones, `[B, heads, T, D]`."""
 
 

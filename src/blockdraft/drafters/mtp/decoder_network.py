@@ -77,7 +77,7 @@ class DecoderMTPNetwork(MTPHead):
         self.fc = fc  # type: ignore[assignment]
         for name, weight in norms.items():
             self.get_submodule(name).register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-        self._frequencies = rope_frequencies(decoder).to(layer.before_mlp.weight.device)
+        self._frequencies = rope_frequencies(decoder).to(next(iter(norms.values())).device)
 
     @property
     def layer(self) -> DecoderLayer:

@@ -6,7 +6,7 @@ It is an `MTPHead` around a layer of transformers, which supports latent and gat
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -103,10 +103,10 @@ class Angles:
 class Writing:
     """Cache of transformers that passes keys and values to a function, for one call of a layer."""
 
-    def __init__(self, write: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, write: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> None:
         self._write = write
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
         return self._write(keys, values)
 
 

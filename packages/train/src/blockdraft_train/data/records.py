@@ -59,10 +59,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 LEARNED = ("weight", "loss", "loss_mask", "train", "training")
 MARKS = {"0": False, "false": False, "1": True, "true": True}
 # Fields that change what a response means and cannot be kept: of records and turns, of records alone, and of pairs.
-LOST = ("image", "images", "video", "videos", "audio", "audios", "mask", "masked", "loss_scale", "train_detail")
-LOST += ("training_detail",)  # only some spans are learned
-LOST_IN_RECORDS = (*LOST, "chosen", "rejected", "documents", "chat_template", "chat_template_kwargs")
-LOST_IN_RECORDS += ("enable_thinking", "reasoning_effort")  # which --template-args sets for all
+MASKS = ("mask", "masked", "loss_scale", "train_detail", "training_detail")  # only some spans are learned
+LOST = ("image", "images", "video", "videos", "audio", "audios", *MASKS)
+TEMPLATE_ARGS = ("enable_thinking", "reasoning_effort")  # which --template-args sets for all
+LOST_IN_RECORDS = (*LOST, "chosen", "rejected", "documents", "chat_template", "chat_template_kwargs", *TEMPLATE_ARGS)
 LOST_IN_PAIRS = ("history", "instruction", "input", "context", "suffix")
 
 END = object()
