@@ -340,6 +340,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: N
     for name in ("chats.jsonl", "gsm8k.jsonl", "humaneval.jsonl"):
         (tmp_path / name).write_text(lines)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in CHATS))
+    answered = "".join(json.dumps({"prompt": text, "response": f"{text} So it is."}) + "\n" for text in CHATS)
+    (tmp_path / "responses.jsonl").write_text(answered)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
