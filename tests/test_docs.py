@@ -127,6 +127,8 @@ NOT_RUN = {
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",
     "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
     "packages/train/tests/doctor/test_doctor.py examines the same pair",
+    "blockdraft hidden-states --data build/experiments/data --target $HALF --target-layers 6,14,22,24 "
+    "--out build/experiments/hidden-states": "reads what the script before it writes",
     "from openai import OpenAI": "needs a running server; tests/clients has one",
     "proposal = drafter.propose(state, anchor, plan)": INSIDE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "

@@ -433,7 +433,10 @@ def test_matrices_packed_from_the_file_are_those_packed_by_torch(
     for name, rows, kind in zip("ab", (32, 48), kinds, strict=True):
         writer.add_tensor(name, random_blocks(kind, (rows, 512), rows), raw_dtype=GGMLQuantizationType[kind])
     finish(writer)
-    weights = GGUFWeights(dict(open_gguf(tmp_path / "m.gguf").tensors), {"b": 4})
+    weights = GGUFWeights(
+        dict(open_gguf(tmp_path / "m.gguf").tensors),
+        {"b": torch.randperm(48, generator=torch.Generator().manual_seed(48))},
+    )
     library = build(torch.float32, torch.float32, head_dim, integers=True).library()
     assert library is not None
     packed = weights.packed(["a", "b"], library)

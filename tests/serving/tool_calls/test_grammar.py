@@ -144,7 +144,9 @@ def test_optional_calls_with_a_response_format(tokens: PreTrainedTokenizerFast, 
         assert not accepts(tokens, text, *args, content=FORM)
     assert not accepts(tokens, f"{call}\n{call}", *args, parallel=False, content=FORM)
     assert accepts(tokens, call, TOOLS, REQUIRED, content=FORM)  # a form is of texts, and there is none
-    assert not accepts(tokens, '{"sky": "blue"}', TOOLS, REQUIRED, content=FORM)
+    assert accepts(tokens, f"{call}\n{call}", TOOLS, REQUIRED, content=FORM)
+    for text in ('{"sky": "blue"}', f"{call} Sure.", f'{call}\n{{"sky": "blue"}}'):
+        assert not accepts(tokens, text, TOOLS, REQUIRED, content=FORM)
 
 
 def test_reasoning_before_a_response_format(tokens: PreTrainedTokenizerFast) -> None:

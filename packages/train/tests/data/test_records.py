@@ -160,7 +160,7 @@ def test_former_names_of_tools_and_calls(arguments: Any) -> None:
     assert parse_record({"messages": [MESSAGES[0], call], "functions": [TOOL["function"]]}, PLAIN) == CALLS
 
 
-@pytest.mark.parametrize("name", ["weight", "loss", "loss_mask", "train", "training"])
+@pytest.mark.parametrize("name", ["weight", "loss", "loss_mask", "train", "training", "trainable", "learn"])
 def test_turns_that_are_not_learned(name: str) -> None:
     for value, learned in (
         (0, []),
@@ -320,6 +320,17 @@ def test_kinds_of_sources(tmp_path: Path) -> None:
     assert result[2][0] == f"{lines}, record 3" and result[3][0].endswith("b.json, record 1")
     assert [record for _, record in read_records([str(tmp_path / "d")], RecordSettings(split="test"))] == ["five"]
     assert len(list(read_records([str(lines), str(tmp_path / "b.json")], RecordSettings(limit=2)))) == 2
+
+
+def test_no_file_beside_those_of_splits_is_left_out_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "test.jsonl").write_text('{"text": "two"}\n')
+    assert [record for _, record in read_records([str(tmp_path)], PLAIN)] == ["one"]
+    (tmp_path / "a.jsonl").write_text('{"text": "three"}\n')
+    with pytest.raises(ValueError, match=r"named after splits \(.*\), and a.jsonl would be left out; give the files"):
+        list(read_records([str(tmp_path)], PLAIN))
+    (tmp_path / "README.md").write_text("A card.")
+    assert [record for _, record in read_records([str(tmp_path)], PLAIN)] == ["one"]
 
 
 def test_folders_of_tokens_are_named_as_such(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def grammar_of(
     """Return the grammar for output that must call a tool or whose text must be JSON, or None for free output.
 
     The output may begin with reasoning if the template knows it. A required call is of the named tool or of any. After
-    it, with parallel calls, the model decides: more calls, text, or the end. Otherwise nothing follows. If no call is
-    required, the output is either calls or content.
+    it, with parallel calls, the model decides: more calls, text, or the end; without free text, more calls or the end.
+    Otherwise nothing follows. If no call is required, the output is either calls or content.
 
     Args:
         prompt_text: The rendered chat, at whose end the reasoning may begin.
@@ -80,7 +80,7 @@ def grammar_of(
                 'out one of them, or set tool_choice to "required" or "none".'
             )
         parallel = chat.parallel_tool_calls and allows_parallel_calls(tokenizer) and name is None
-        if parallel and required:
+        if parallel and required and content is None:
             marks = [marker for marker in (TOOL_CALL, TOOL_CALL_END) if marker in added]
             more = f" (({' | '.join(marks)}) text)*" if marks else ""
             outputs.append(f"call text{more}")

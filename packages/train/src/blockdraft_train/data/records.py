@@ -56,10 +56,11 @@ TOOLS = ("tools", "functions")
 SYSTEM = ("system", "system_prompt")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Fields of records and turns by which other programs say whether a response is learned.
-LEARNED = ("weight", "loss", "loss_mask", "train", "training")
+LEARNED = ("weight", "loss", "loss_mask", "train", "training", "trainable", "learn")
 MARKS = {"0": False, "false": False, "1": True, "true": True}
 # Fields that change what a response means and cannot be kept: of records and turns, of records alone, and of pairs.
-MASKS = ("mask", "masked", "loss_scale", "train_detail", "training_detail")  # only some spans are learned
+# Only some spans are learned, or a message is not.
+MASKS = ("mask", "masked", "ignore", "loss_scale", "train_detail", "training_detail")
 LOST = ("image", "images", "video", "videos", "audio", "audios", *MASKS)
 TEMPLATE_ARGS = ("enable_thinking", "reasoning_effort")  # which --template-args sets for all
 LOST_IN_RECORDS = (*LOST, "chosen", "rejected", "documents", "chat_template", "chat_template_kwargs", *TEMPLATE_ARGS)
@@ -494,15 +495,37 @@ def _open(source: str, settings: RecordSettings) -> Iterable[Any]:
             # Records are read twice, so a whole dataset on the hub is better downloaded once.
             streaming = path.exists() or settings.limit is not None
             builder = datasets.load_dataset_builder(source, settings.subset)
+            if path.is_dir():
+                _refuse_files_of_no_split(path, builder.config.data_files or {})
             if builder.__module__.endswith(".json") and settings.split in (builder.config.data_files or ()):
                 files = [str(file) for file in builder.config.data_files[settings.split]]
                 files = files if streaming else datasets.DownloadManager().download_and_extract(files)
                 return itertools.chain.from_iterable(_json_records(*url_to_fs(file)) for file in files)
             dataset = datasets.load_dataset(source, settings.subset, split=settings.split, streaming=streaming)
+    except UsageError:
+        raise
     except Exception as error:  # `datasets` raises many kinds
         refuse_pointer(path)
         raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
     return map(_without_nulls, dataset)
+
+
+def _refuse_files_of_no_split(folder: Path, files_of_splits: Mapping[str, Sequence[object]]) -> None:
+    """Raise a UsageError if `datasets` would leave out a file of records of a folder without saying so.
+
+    It takes a name such as `train.jsonl` as that of a split, and then reads files with such names alone.
+    """
+    if (folder / "README.md").exists():  # a card, which may name the files of several subsets
+        return
+    read = {Path(str(file)).resolve() for files in files_of_splits.values() for file in files}
+    files = [file for file in sorted(folder.rglob("*")) if KINDS.get(file.suffix.lower()) and file.is_file()]
+    left_out = [file.name for file in files if file.resolve() not in read and file.name != "dataset_infos.json"]
+    if read and left_out:
+        splits = ", ".join(map(str, files_of_splits))
+        raise UsageError(
+            f"{folder} has files named after splits ({splits}), and {', '.join(left_out)[:200]} would be left out; "
+            "give the files one by one, or rename those of the splits."
+        )
 
 
 def _parquet_records(file: Path) -> Iterator[dict[str, Any]]:
