@@ -310,9 +310,10 @@ def test_a_wider_mlp_computes_the_same_until_it_has_learned(tmp_path: Path) -> N
     torch.testing.assert_close(mlp(x), narrow.midlayer.mlp(x), atol=1e-4, rtol=1e-4)
     assert wide.config.intermediate_size == size > 24
     theirs = target.weights_in(".layers.3.mlp.gate_proj")["model.layers.3.mlp.gate_proj.weight"]
-    rows = (mlp.gate_proj.weight[24:, None] == theirs).all(dim=2)
-    assert rows.sum() == size - 24 and bool((rows.sum(dim=1) == 1).all())  # each of them once
-    assert not bool((mlp.gate_proj.weight[:24, None] == theirs[rows.any(dim=0)]).all(dim=2).any())
+    # The file's weights are rounded, so its neurons are compared by distance: each of the target's occurs once.
+    near = (mlp.gate_proj.weight[:, None] - theirs).abs().amax(dim=2) < 0.02 * theirs.abs().max()
+    assert bool((near.sum(dim=0) == 1).all() and (near.sum(dim=1) == 1).all())
+    assert not mlp.down_proj.weight[:, 24:].any()
     with pytest.raises(UsageError, match=f"intermediate_size must be at most the target's, {size}, to widen .*, got"):
         made(target, init=str(tmp_path / "drafter"), intermediate_size=size + 1)
     with pytest.raises(UsageError, match="intermediate_size of .* must be that of the recipe, 16"):
