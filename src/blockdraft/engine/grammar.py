@@ -35,7 +35,7 @@ MAX_PARTS = 200  # of a wrong schema that are tried to find the fault
 LACKING = "Unimplemented keys: "  # how llguidance's warning of keywords that it lacks begins
 WHOLE = "a whole number of at least 0"
 COUNTS = frozenset(f"{end}{what}" for end in ("min", "max") for what in ("Items", "Length", "Properties", "Contains"))
-# What the value of a keyword must be.
+# Expected values of keywords, by keyword.
 EXPECTED = dict.fromkeys(COUNTS, WHOLE) | {
     "type": 'one of "null", "boolean", "integer", "number", "string", "array" and "object", or a list of them',
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "a list of schemas, which are objects or booleans"),

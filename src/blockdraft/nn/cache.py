@@ -161,7 +161,7 @@ class KVCache(SequenceState):
 
     Args:
         batch, capacity: As in `SequenceState`.
-        shapes: What is kept, if that is known beforehand.
+        shapes: Shapes of the stores, if they are known beforehand.
         device: Where it is kept.
     """
 

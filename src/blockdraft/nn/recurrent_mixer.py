@@ -350,7 +350,7 @@ def step(
     convolved = convolved if net.bias is None else convolved + net.bias
     queries, keys, values, fading, share = net.entering(convolved, shares, decays)
     faded = state.recurrence * fading.exp()[:, None, None]
-    held = (faded * keys[:, :, None]).sum(1) if net.corrects else 0
-    correction = (values - held) * share[:, None]
+    stored = (faded * keys[:, :, None]).sum(1) if net.corrects else 0
+    correction = (values - stored) * share[:, None]
     behind = faded + keys[:, :, None] * correction[:, None, :]
     return net.output((behind * queries[:, :, None]).sum(1), values), RecurrentState(window[1:], behind)
