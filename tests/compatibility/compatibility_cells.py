@@ -74,26 +74,26 @@ FAMILY_NAMES = {
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
 # Families of the catalogue from 2025 and 2026, and why their GGUF files do not run compiled; None: they do.
-LATENT = "the native decoder has no latent attention"
+SPARSE = "its attention reads a choice of tokens"
 RECENT: dict[str, str | None] = {
-    "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT,
+    "deepseek_v3": None,
+    "deepseek_v32": SPARSE,
     "ernie4_5": "not in the table of families",
     "ernie4_5_moe": "not in the table of families",
     "exaone4": "not in the table of families",
     "gemma3": None,
     "gemma4": None,
     "glm4_moe": "not in the table of families",
-    "glm4_moe_lite": LATENT,
-    "glm_moe_dsa": LATENT,
+    "glm4_moe_lite": None,
+    "glm_moe_dsa": SPARSE,
     "gpt_oss": None,
-    "kimi_k2": LATENT,
+    "kimi_k2": None,
     "lfm2": None,
     "lfm2_moe": None,
     "llama4": "not in the table of families",
     "minimax_m2": "not in the table of families",
     "ministral3": None,
-    "mistral4": LATENT,
+    "mistral4": "not in the table of families",
     "nemotron_h": None,
     "olmo3": None,
     "qwen3": None,
@@ -106,7 +106,7 @@ RECENT: dict[str, str | None] = {
     "smollm3": None,
 }
 HYBRIDS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h"}
-NATIVE_ONLY = {"jax": {"gemma4_text", "gpt_oss", "olmo2", "phi3", "qwen3_moe", *HYBRIDS}}
+NATIVE_ONLY = {"jax": {"deepseek_v3", "gemma4_text", "gpt_oss", "olmo2", "phi3", "qwen3_moe", *HYBRIDS}}
 
 
 class Cell(NamedTuple):
@@ -188,7 +188,8 @@ Drafters that [MLX](mlx.md) and [JAX](jax.md) do not run themselves run in torch
 """
 FILES = """## GGUF files of models from 2025 and 2026
 
-The text part of Qwen3-VL runs as Qwen3. Of Nemotron 3, Nano runs; Super and Ultra are refused, because their experts
+DeepSeek's, Kimi's and GLM-4.7-Flash's files (`deepseek2`) are alike in latent attention. The text part of Qwen3-VL runs
+as Qwen3. Of Nemotron 3, Nano runs; Super and Ultra are refused, because their experts
 read a latent projection. The context of Ministral 3 and Devstral 2 ends at their original one, mostly
 16,384 tokens, because attention is scaled by position beyond.
 """

@@ -166,6 +166,39 @@ def rotary(**parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 500.0, **parameters}}
 
 
+LATENT: dict[str, Any] = {
+    "head_dim": 8,  # the rotated channels
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+LATENT_KEYS: dict[str, Any] = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 12,
+    "attention.kv_lora_rank": 16,
+    "attention.q_lora_rank": 12,
+    "rope.dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_shared_count": 2,
+    "expert_feed_forward_length": 32,
+    "expert_weights_scale": 1.5,
+}
+
+
 # By name: fields that differ from SMALL, further metadata of the file, and further tensors.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] = {
     "llama": ({}, {}, {}),
@@ -285,6 +318,38 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
             "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
         DELTA_NET_KEYS | EXPERT_KEYS | {"expert_shared_feed_forward_length": 64},
+        {},
+    ),
+    "deepseek_v2": (
+        LATENT | rotary() | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        LATENT_KEYS | {"expert_gating_func": 1},
+        {},
+    ),
+    "deepseek_v2-groups": (  # as V2-Lite, whose queries have one projection
+        LATENT | rotary() | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        LATENT_KEYS | {"attention.q_lora_rank": None, "expert_group_count": 4, "expert_group_used_count": 2},
+        {},
+    ),
+    "deepseek_v3": (
+        LATENT
+        | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True}
+        | rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.7),
+        LATENT_KEYS
+        | {
+            "expert_gating_func": 2,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "expert_weights_norm": True,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 0.07,
+        },
+        {},
+    ),
+    "glm4_moe_lite": (
+        LATENT | rotary() | {"n_shared_experts": 1},
+        LATENT_KEYS | {"expert_shared_count": 1, "expert_weights_norm": True},
         {},
     ),
     "gemma": ({"tie_word_embeddings": True}, {}, {}),

@@ -28,6 +28,9 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }  # the others are named by their model_type
 INTERLEAVED = ("llama", "granite", "granitehybrid", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3")
 # Offset and number of the float16 factors in a block; the default is one at the beginning.
@@ -180,6 +183,11 @@ def in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if model.config.model_type == "gpt_oss":
             yield from as_gpt_oss(name, tensor)
             continue
+        if hasattr(model.config, "kv_lora_rank"):
+            name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
+            if "kv_b_proj" in name:
+                yield from as_latent(model.config, name, tensor)
+                continue
         if "mamba_n_heads" in vars(model.config) or model.config.model_type == "nemotron_h":
             yield from with_mamba2(model.config, name, tensor)
             continue
@@ -235,6 +243,14 @@ def as_qwen3_next(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str,
     place = name.removesuffix("in_proj_qkvz.weight")
     yield f"{place}in_proj_qkv.weight", torch.cat([queries, keys_of, values_of])
     yield f"{place}in_proj_z.weight", gates
+
+
+def as_latent(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the two parts of the projection to keys and values as in files, by head, and the first transposed."""
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    keys, values = tensor.view(config.num_attention_heads, sum(sizes), -1).split(sizes, dim=1)
+    yield name.replace("kv_b", "k_b"), keys.mT.contiguous()
+    yield name.replace("kv_b", "v_b"), values.contiguous()
 
 
 def with_mamba2(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,10 @@ def write(folder: Path, name: str, **differences: Any) -> Path:
 
 
 UNWRITABLE = (
+    "deepseek_v2",
+    "deepseek_v2-groups",
+    "deepseek_v3",
+    "glm4_moe_lite",
     "phi3-long",
     "gemma4_text",
     "gemma4_text-keys",

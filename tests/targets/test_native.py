@@ -50,6 +50,11 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 24, "layer_norm_epsilon": 1e-3,
     "time_step_min": 1e-9,  # transformers' limit of step sizes in prompts
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12,
+    "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 UNCOMPILED = ("llama-gelu",)  # families without a compiled forward pass
 
 
@@ -166,6 +171,18 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 2, "linear_num_key_heads": 4,
         **rotary(partial_rotary_factor=0.5, rope_type="default"),
     },
+    "deepseek_v2": LATENT | {
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    },
+    "deepseek_v2-lite": LATENT | {"q_lora_rank": None, "tie_word_embeddings": True},
+    "deepseek_v3": LATENT | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1} | rotary(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3
+    ),
+    "deepseek_v3-odd": LATENT | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False, "norm_topk_prob": False,
+        "first_k_dense_replace": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 8,
+    },
+    "glm4_moe_lite": LATENT,
     "gemma": {"attention_bias": True},
     "gemma2": WINDOWS | {
         "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
@@ -357,7 +374,7 @@ def test_facts_and_weights_are_those_of_transformers(folders: dict[str, Path], n
     assert ours.eos_token_ids == theirs.eos_token_ids == {1}
     assert ours.architecture == theirs.architecture
     if name.startswith(
-        ("qwen3_next", "granitemoehybrid", "nemotron_h")
+        ("qwen3_next", "granitemoehybrid", "nemotron_h", "deepseek", "glm4_moe_lite")
     ):  # whose tensors have other names or parts here
         return
     mine, expected = dict(ours.named_weights()), dict(theirs.named_weights())
@@ -434,8 +451,9 @@ def test_what_the_decoder_does_not_know_is_left_to_transformers(
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("deepseek_v3", {}, "its attention is latent"),
-        ("glm4_moe_lite", {}, "its attention is latent"),
+        ("deepseek_v3", {"attention_bias": True}, "its attention or MLPs have biases"),
+        ("deepseek_v3", {"n_group": 5}, "are no 5 groups"),
+        ("deepseek_v3", LATENT | {"n_group": 4, "topk_group": 1}, "of which 1 hold 3 experts"),
         ("nemotron_h", {"moe_latent_size": 16}, "its experts read a latent projection"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "its MLPs have the activation silu"),
         ("granitemoehybrid", {"layer_types": ["linear_attention"] * 32}, "none of its layers has attention"),

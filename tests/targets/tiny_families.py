@@ -72,10 +72,10 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "kv_lora_rank": 12,
-        "q_lora_rank": 10,
+        "q_lora_rank": 12,
         "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 8,
-        "v_head_dim": 6,
+        "v_head_dim": 8,
     },
 }
 RECURRENT: dict[str, dict[str, Any]] = {

@@ -22,6 +22,7 @@ from blockdraft.nn.decoder_config import (
     DecoderConfig,
 )
 from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm, Read, ReadFused, RunLayer, joining, plain
+from blockdraft.nn.latent_layer import LatentLayer
 from blockdraft.nn.mixed_layer import MixedLayer
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.recurrent_mixer import RecurrentMixer
@@ -73,7 +74,7 @@ class Decoder(nn.Module):
         self.config = config
         fused = fused or joining(read)
         self.embedding = PackedLinear(fused(["model.embed_tokens.weight"]))
-        made = MixedLayer if config.mixed else DecoderLayer
+        made = LatentLayer if config.latent is not None else MixedLayer if config.mixed else DecoderLayer
         self.layers = nn.ModuleList(made(config, layer, read, fused) for layer in range(len(config.layers)))
         if config.layer_input_size:
             self.input_table = PackedLinear(fused([LAYER_INPUT_TABLE]))
@@ -142,8 +143,8 @@ class Decoder(nn.Module):
             slots: KV slots of the nodes, `[B, N]` int64, or `[N]` if all sequences have the same.
             masks: Mask for each of `config.windows`, `[B or 1, 1, groups * N, T]` as in `attend_grouped`; or the
                 `ExactAttention` of a piece. Then B is 1, and stores hold the slots of all sequences.
-            stores: Memory of each layer: `[B, 2 * num_kv_heads, T, D]`, keys before values, or that of its recurrence
-                or convolution.
+            stores: Memory of each layer: `[B, 2 * num_kv_heads, T, D]`, keys before values, `[B, 1, T, D]` with latent
+                attention, or that of its recurrence or convolution.
             target_layers: Target layers whose hidden states are returned; the number of layers is the input of the
                 head.
             logits_at: `[B]` int64, the one node of each sequence whose logits are returned; `[0]` returns none.

@@ -64,6 +64,10 @@ class Experts:
     # Shares are sigmoids of scores, and a bias of each expert counts in the choice; else they are softmaxes.
     sigmoid: bool = False
     scale: float = 1.0  # factor on the shares
+    # Experts of a token come from so many of the groups of neighbours, those whose `group_best` best ones sum to most.
+    groups: int = 1
+    chosen_groups: int = 1
+    group_best: int = 1
     biased: bool = False  # router and experts have biases
     # The shared expert has no gate. Shared expert, router and experts have norms of their own, in `mixed` decoders.
     beside: bool = False
@@ -79,6 +83,31 @@ class ClampedSwiGLU:
 
     alpha: float
     limit: float
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention to vectors that hold the keys and values of all heads of a token (MLA, arXiv 2405.04434).
+
+    The vector of a token is normed, and followed by channels that are rotated: the key of a single key/value head. The
+    vector alone is its value. A head's query is multiplied by what would project the vector to a key of its own, and
+    its output by what would project it to a value.
+    """
+
+    rank: int  # size of the vectors
+    rotated: int  # rotated channels of a query, which come last
+    unrotated: int  # other channels of a query
+    value_dim: int  # values of a head
+    query_rank: int = 0  # size of the vector that queries are projected from, normed; 0 projects from the layer's input
+    norm_eps: float = 1e-6  # of the norms of both vectors
+
+    @property
+    def query_dim(self) -> int:
+        return self.unrotated + self.rotated
+
+    @property
+    def key_dim(self) -> int:
+        return self.rank + self.rotated
 
 
 @dataclass(frozen=True)
@@ -187,6 +216,7 @@ class DecoderConfig:
     experts: Experts | None = None  # MLP of `routed` layers
     clamped: ClampedSwiGLU | None = None  # replaces `activation`
     gated_mlp: bool = True  # else MLPs and experts have no gate projection
+    latent: LatentAttention | None = None  # attention of all layers; `head_dim` is the size of its keys
     recurrent_net: DeltaNet | Mamba2 | None = None  # replaces attention in `recurrent` layers
     mixed: bool = False  # layers are those of `nn.mixed_layer`
     layer_input_size: int = 0  # size of each layer's own embedding of a token, in `mixed` decoders; 0 is none
@@ -203,6 +233,7 @@ class DecoderConfig:
             "routed experts": self.experts,
             "short convolutions": self.conv_kernel,
             "layers of several shapes": self.mixed,
+            "latent attention": self.latent,
         }
         return next((name for name, part in parts.items() if part), None)
 
@@ -222,9 +253,22 @@ class DecoderConfig:
     @property
     def head_divisor(self) -> int:
         """The greatest common divisor of the sizes of heads, those of recurrent layers included."""
-        net = self.recurrent_net
-        others = () if net is None else (net.key_dim, net.value_dim)
+        net, latent = self.recurrent_net, self.latent
+        others: tuple[int, ...] = () if net is None else (net.key_dim, net.value_dim)
+        if latent is not None:  # parts of products begin at multiples of these
+            others = (latent.rank, latent.value_dim, self.latent_queries)
         return gcd(*map(self.head_dim_of, range(len(self.layers))), *others)
+
+    @property
+    def latent_queries(self) -> int:
+        """Size of what a layer's input is projected to for queries, with latent attention."""
+        assert self.latent is not None
+        return self.latent.query_rank or self.num_heads * self.latent.query_dim
+
+    @property
+    def stored_per_head(self) -> int:
+        """Number of vectors that are kept of a token for each key/value head: key and value, or both as one."""
+        return 2 if self.latent is None else 1
 
     def kv_heads_of(self, layer: int) -> int:
         return self.layers[layer].num_kv_heads or self.num_kv_heads
@@ -294,6 +338,10 @@ class DecoderConfig:
             inputs = {"q_proj": queries}
         elif kind.values_are_keys:
             inputs = {"q_proj": queries, "k_proj": keys}
+        latent = self.latent
+        if latent is not None:
+            inputs = {"q_a_proj" if latent.query_rank else "q_proj": self.latent_queries}
+            inputs |= {"kv_a_proj_with_mqa": latent.key_dim}
         net = self.recurrent_net_of(layer)
         if net is not None:
             place, output, inputs = net.place, "out_proj", net.inputs
@@ -303,6 +351,11 @@ class DecoderConfig:
         if kind.has_mixer:
             fused["qkv"] = tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in inputs.items())
             fused["output"] = ((f"{prefix}{place}.{output}", self.hidden_size),)
+        if latent is not None:
+            if latent.query_rank:
+                fused["queries"] = ((f"{prefix}{place}.q_b_proj", self.num_heads * latent.query_dim),)
+            fused["absorbed_keys"] = ((f"{prefix}{place}.k_b_proj", self.num_heads * latent.rank),)
+            fused["values"] = ((f"{prefix}{place}.v_b_proj", self.num_heads * latent.value_dim),)
         if net is not None and net.gates:  # files hold them with more bits than the others
             gates = net.gates.items()
             fused["delta_gates"] = tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in gates)
@@ -388,6 +441,9 @@ class DecoderConfig:
         if self.qk_norm and kind.attends:
             names |= {"query": "self_attn.q_norm"}
             names |= {"key": "self_attn.k_norm"} if kind.keys_of is None else {}
+        if self.latent is not None:
+            names |= {"query_vector": "self_attn.q_a_layernorm"} if self.latent.query_rank else {}
+            names |= {"key_vector": "self_attn.kv_a_layernorm"}
         experts = self.experts_of(layer)
         if experts is not None and experts.beside:
             names |= {
@@ -437,9 +493,14 @@ class DecoderConfig:
             attended = self.num_heads * head_dim if net is None else net.values
             if self.layers[layer].convolved:
                 attended = self.hidden_size
+            latent = self.latent
+            if latent is not None:
+                attended = self.num_heads * latent.value_dim
             for projection, parts in self.projections(layer).items():
                 inner = {"down": self.inner_size(layer), "shared_down": self.experts.shared_size if self.experts else 0}
                 inner["input_projection"] = self.layer_input_size
+                if latent is not None:  # those of one head
+                    inner |= {"queries": latent.query_rank, "absorbed_keys": latent.unrotated, "values": latent.rank}
                 inputs = {"output": attended, **inner}.get(projection, self.hidden_size)
                 for name, outputs in parts:
                     shapes[f"{name}.weight"] = (outputs, inputs)
@@ -448,6 +509,8 @@ class DecoderConfig:
             normed = {"query": head_dim, "key": head_dim}
             if self.joint_qk_norm:
                 normed = {"query": self.num_heads * head_dim, "key": self.kv_heads_of(layer) * head_dim}
+            if latent is not None:
+                normed = {"query_vector": latent.query_rank, "key_vector": latent.rank}
             shapes |= {name: (normed.get(role, self.hidden_size),) for role, name in self.norms(layer).items()}
             shapes |= self.other_tensors(layer)
         shapes[self.last_norm] = (self.hidden_size,)

@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
         self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
         self.activation = ACTIVATIONS[config.activation]
         self.experts = config.experts_of(number)
-        self._parts: dict[tuple[str, int], PackedLinear] = {}  # of experts, once they are packed
+        self._parts: dict[tuple[str, int], PackedLinear] = {}  # of experts or heads, once they are packed
         fused = fused or joining(read)
         for projection, parts in config.projections(number).items():
             bias = None
@@ -277,11 +277,12 @@ class DecoderLayer(nn.Module):
         """Return the weighted outputs `[R, H]` of the experts that the router's scores `[R, experts]` choose."""
         scores = scores.float()
         if self.expert_bias is None:
-            shares, chosen = scores.softmax(dim=-1).topk(experts.chosen, dim=-1)
+            probs = choice = scores.softmax(dim=-1)
         else:
             probs = scores.sigmoid()
-            chosen = (probs + self.expert_bias).topk(experts.chosen, dim=-1).indices
-            shares = probs.gather(1, chosen)
+            choice = probs + self.expert_bias
+        chosen = in_best_groups(choice, experts).topk(experts.chosen, dim=-1).indices
+        shares = probs.gather(1, chosen)
         if experts.normed:
             least = MIN_SHARES if experts.sigmoid else 0.0
             shares = shares / (shares.sum(dim=-1, keepdim=True) + least)
@@ -309,13 +310,27 @@ class DecoderLayer(nn.Module):
         return out
 
     def _expert(self, projection: str, expert: int) -> PackedLinear:
-        """Return the part of a projection that belongs to one expert."""
         assert self.experts is not None
-        part = self._parts.get((projection, expert))
+        return self._part(projection, expert, self.experts.count)
+
+    def _part(self, projection: str, index: int, count: int) -> PackedLinear:
+        """Return one of `count` equal parts of a projection's outputs, which belongs to one expert or head."""
+        part = self._parts.get((projection, index))
         if part is None:
             layer: PackedLinear = getattr(self, projection)
-            size = layer.out_features // self.experts.count
-            part = layer.part(expert * size, (expert + 1) * size)
+            size = layer.out_features // count
+            part = layer.part(index * size, (index + 1) * size)
             if layer.kernels is not None:
-                self._parts[projection, expert] = part
+                self._parts[projection, index] = part
         return part
+
+
+def in_best_groups(choice: Tensor, experts: Experts) -> Tensor:
+    """Return the numbers by which experts are chosen, `[R, experts]`, with -inf outside of a row's best groups."""
+    if experts.groups == 1:
+        return choice
+    groups = choice.unflatten(-1, (experts.groups, -1))
+    sums = groups.topk(experts.group_best, dim=-1).values.sum(dim=-1)
+    best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, sums.topk(experts.chosen_groups, dim=-1).indices, True)
+    inside: Tensor = groups.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(1)
+    return inside

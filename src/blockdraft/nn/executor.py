@@ -92,7 +92,7 @@ def store_shapes(
         slot_size: Function from the size of a head to the numbers that are stored for it.
     """
     shapes = [
-        StoreShape(len(layers), 2 * heads, slot_size(head_dim), dtype)
+        StoreShape(len(layers), config.stored_per_head * heads, slot_size(head_dim), dtype)
         for (heads, head_dim), layers in config.memories.items()
     ]
     if config.convolved_layers:

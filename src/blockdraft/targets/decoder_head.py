@@ -48,7 +48,9 @@ def with_head_layer(config: DecoderConfig, routed: bool) -> DecoderConfig:
 
 def runs_heads(target: Target) -> bool:
     """Return whether `read_decoder_head` reads the heads of a target."""
-    return target.backend == "native" and target.is_compiled and target.kernels is not None
+    native: Any = target
+    runs = target.backend == "native" and target.is_compiled and target.kernels is not None
+    return runs and native.decoder.config.latent is None
 
 
 def read_decoder_head(

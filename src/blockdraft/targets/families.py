@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,12 +19,11 @@ from blockdraft.nn.decoder_layer import ACTIVATIONS
 from blockdraft.nn.rotary import default_frequencies, rotary_frequencies
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.gpt_oss import gpt_oss_tensors
+from blockdraft.targets.latent_tensors import latent_config, latent_tensors
 from blockdraft.targets.mamba2_tensors import granite_hybrid_tensors, nemotron_h_tensors
 from blockdraft.targets.model_config import AnyConfig
 from blockdraft.targets.qwen3_next import qwen3_next_tensors
 
-# Reason against models with latent attention, such as those of DeepSeek and GLM-4.7-Flash.
-LATENT = "its attention is latent: keys and values of a token are projections of one vector, and differ in size"
 # Rotary scalings whose frequencies do not depend on the sequence length, within the context.
 STATIC_ROPES = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
 
@@ -70,8 +69,6 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
     """
     config = text_part(config)
     family = FAMILIES.get(config.model_type)
-    if getattr(config, "kv_lora_rank", None):
-        raise NotCovered(LATENT)
     if family is None:
         raise NotCovered(f"{config.model_type} is none of its families: {', '.join(FAMILIES)}")
     if getattr(config, "use_bidirectional_attention", None) not in (
@@ -251,6 +248,15 @@ def nemotron_h_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
         mlp=lambda: LayerKind(own, has_mixer=False),
         moe=lambda: LayerKind(own, has_mixer=False, routed=True),
     )
+
+
+def latent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
+    """Return the layers of DeepSeek-V2, V3 and GLM-4.7-Flash. Behind some layers all have routed experts."""
+    own, count = rope(config), int(config.num_hidden_layers)
+    types = getattr(config, "mlp_layer_types", None)
+    if types is None:
+        types = ["sparse" if layer >= config.first_k_dense_replace else "dense" for layer in range(count)]
+    return tuple(LayerKind(own, routed=types[layer] == "sparse") for layer in range(count))
 
 
 def routed_recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
@@ -550,16 +556,59 @@ def _nemotron_h(config: AnyConfig) -> dict[str, Any]:
     return differences | {"experts": experts}
 
 
+def _latent(config: AnyConfig) -> dict[str, Any]:
+    """Add latent attention, and experts that are chosen by group."""
+    latent, rope_parameters = latent_config(config), config.rope_parameters
+    if 2 * len(rope(config).inverse_frequencies) != latent.rotated:
+        raise NotCovered(f"it does not rotate all {latent.rotated} rotary channels of a head")
+    if config.attention_bias or getattr(config, "mlp_bias", False):
+        raise NotCovered("its attention or MLPs have biases")
+    by_softmax = config.model_type == "deepseek_v2"
+    grouped = not by_softmax or config.topk_method == "group_limited_greedy"
+    groups, chosen_groups = (config.n_group or 1, config.topk_group or 1) if grouped else (1, 1)
+    count, chosen, best = config.n_routed_experts, config.num_experts_per_tok, 1 if by_softmax else 2
+    fits = groups == 1 or (count % groups == 0 and best <= count // groups and 0 < chosen_groups <= groups)
+    if not fits or chosen > count // groups * chosen_groups:
+        raise NotCovered(f"its {count} experts are no {groups} groups, of which {chosen_groups} hold {chosen} experts")
+    experts = Experts(
+        count=count,
+        chosen=chosen,
+        intermediate_size=config.moe_intermediate_size,
+        normed=not by_softmax and bool(config.norm_topk_prob),
+        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+        gates_shared=False,
+        sigmoid=not by_softmax,
+        scale=float(config.routed_scaling_factor),
+        groups=groups,
+        chosen_groups=chosen_groups,
+        group_best=best,
+    )
+    scale = latent.query_dim**-0.5
+    weight, factor = rope_parameters.get("mscale_all_dim"), rope_parameters.get("factor") or 1
+    if rope_parameters.get("rope_type", "default") != "default" and weight and factor > 1:  # YaRN (arXiv 2309.00071)
+        scale *= (0.1 * weight * log(factor) + 1) ** 2
+    return {
+        "experts": experts,
+        "head_dim": latent.key_dim,
+        "latent": latent,
+        "num_kv_heads": 1,
+        "query_scale": scale,
+    }
+
+
 def _olmo2(config: AnyConfig) -> dict[str, Any]:
     """Norm outputs of attention and MLP in the place of their inputs, and queries and keys of all heads at once."""
     return _biases(config) | {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
 
 
 FAMILIES = {
+    "deepseek_v2": Family(latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
+    "deepseek_v3": Family(latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
     "gemma": Family(equal_layers, _gemma),
     "gemma2": Family(mixed_layers, _gemma2),
     "gemma3_text": Family(mixed_layers, _gemma3),
     "gemma4_text": Family(mixed_shape_layers, _gemma4, rotates_all=False, has_other_parts=True),
+    "glm4_moe_lite": Family(latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
     "gpt_oss": Family(sparse_layers, _gpt_oss, tensors=gpt_oss_tensors),
     "granite": Family(equal_layers, _granite),
     "granitemoehybrid": Family(granite_hybrid_layers, _granite_hybrid, tensors=granite_hybrid_tensors),

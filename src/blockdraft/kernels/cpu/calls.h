@@ -43,6 +43,10 @@ STRUCT(Convolution)
    [value_dim], or [values] in Mamba-2, where delta_bias, [channels], is the filter's bias, and skip, [value_heads], are
    factors on values that are added to outputs.
 
+   With latent attention (latent.h) qkv gives what queries are made from, by `queries` if the model has a query_rank, then
+   the vector of the token and what is rotated. query_norm and key_norm are those of both vectors. absorbed_keys and values
+   hold the matrices of all heads.
+
    A layer may lack qkv and output, or gate_up and down. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
@@ -62,7 +66,8 @@ STRUCT(Convolution)
     FIELD(S, i64, second) FIELD(S, i64, shared) FIELD(S, i64, values_are_keys) FIELD(S, float, scale)     \
     FIELD(S, Linear, delta_gates) FIELD(S, const float *, delta_filter) FIELD(S, const float *, fading)   \
     FIELD(S, const float *, fading_bias) FIELD(S, const float *, delta_norm)                              \
-    FIELD(S, const float *, delta_bias) FIELD(S, const float *, skip)
+    FIELD(S, const float *, delta_bias) FIELD(S, const float *, skip)                                     \
+    FIELD(S, Linear, queries) FIELD(S, Linear, absorbed_keys) FIELD(S, Linear, values)
 STRUCT(Layer)
 
 /* max_positions: size of the tables cos and sin. pairs: whether the input is a token's embedding and a hidden state, each
@@ -78,7 +83,10 @@ STRUCT(Layer)
    of attention is multiplied with. key_heads to recurrent_layers: shape of gated delta nets, tokens that their
    convolutions read, whether value heads that share a key head are key_heads apart, and number of such layers.
    joint_norm: whether query_norm spans the queries of all heads, and key_norm all keys. mamba: whether recurrent nets are
-   Mamba-2. delta_eps: eps of their norms. */
+   Mamba-2. delta_eps: eps of their norms. groups, chosen_groups: experts of a row are chosen from so many of the groups of
+   neighbours, those whose best one sums to most, or best two with pair_of_group; 0 or 1 is no choice. latent to latent_eps:
+   with latent attention, the size of vectors, the unrotated channels of a query, the values of a head, the size of the
+   vector that queries are projected from or 0, and eps of the norms of vectors. */
 enum { SILU, GELU, SQUARED_RELU }; /* activations; MLPs with the last have no gate */
 
 #define Model_FIELDS(FIELD, S)                                                                            \
@@ -95,7 +103,9 @@ enum { SILU, GELU, SQUARED_RELU }; /* activations; MLPs with the last have no ga
     FIELD(S, Linear, input_projection) FIELD(S, const float *, input_norm) FIELD(S, i64, input_size)      \
     FIELD(S, i64, gated) FIELD(S, i64, key_heads) FIELD(S, i64, value_heads) FIELD(S, i64, key_dim)       \
     FIELD(S, i64, value_dim) FIELD(S, i64, delta_kernel) FIELD(S, i64, tiled) FIELD(S, i64, recurrent_layers) \
-    FIELD(S, i64, joint_norm) FIELD(S, i64, mamba) FIELD(S, float, delta_eps)
+    FIELD(S, i64, joint_norm) FIELD(S, i64, mamba) FIELD(S, float, delta_eps) FIELD(S, i64, groups)       \
+    FIELD(S, i64, chosen_groups) FIELD(S, i64, pair_of_group) FIELD(S, i64, latent)                       \
+    FIELD(S, i64, unrotated) FIELD(S, i64, latent_value) FIELD(S, i64, query_rank) FIELD(S, float, latent_eps)
 STRUCT(Model)
 
 /* Recurrent states of a row, of all layers with a delta net. state: [layers, value_heads, value_dim / LANES, key_dim, LANES].
@@ -282,6 +292,9 @@ static i64 check_mlp(const Model *m, const Layer *layer) {
     REFUSE(layer->before_router && (!layer->before_experts || !layer->after_experts || !layer->after_shared), POINTER);
     REFUSE(layer->before_router && !layer->expert_scale, POINTER);
     REFUSE(m->sigmoid && !layer->expert_bias, POINTER);
+    const i64 groups = m->groups ? m->groups : 1;
+    REFUSE(groups < 0 || groups > MOST_CHOSEN || E % groups || m->chosen_groups < 0 || m->chosen_groups > groups, SIZES);
+    REFUSE(groups > 1 && (E / groups <= m->pair_of_group || m->chosen > E / groups * m->chosen_groups), SIZES);
     i64 wrong = check_linear(&layer->router, H, E);
     if (!wrong) wrong = check_linear(&layer->gate_up, H, E * mlp_outputs(m, m->expert_inner));
     if (!wrong) wrong = check_linear(&layer->down, m->expert_inner, E * H);
@@ -292,6 +305,7 @@ static i64 check_mlp(const Model *m, const Layer *layer) {
 }
 
 static i64 check_delta_layer(const Model *m, const Layer *layer);
+static i64 check_latent(const Model *m, const Layer *layer);
 static i64 check_recurrent(const Model *m, const Call *call);
 
 static i64 check_layers(const Model *m) {
@@ -323,6 +337,12 @@ static i64 check_layers(const Model *m) {
             REFUSE(wrong, -wrong);
             REFUSE(layer->mlp_conv.taps, SIZES);
             REFUSE(!layer->before_attention || (has_mlp(layer) && !layer->before_mlp), POINTER);
+            continue;
+        }
+        if (m->latent) {
+            wrong = check_latent(m, layer);
+            if (!wrong) wrong = check_mlp(m, layer);
+            REFUSE(wrong, -wrong);
             continue;
         }
         const Model own = shaped(m, layer);

@@ -16,6 +16,7 @@ from torch import Tensor
 from blockdraft.kernels.cpu.library import (
     ACTIVATIONS,
     DELTA_GATES,
+    HEADS,
     KINDS,
     LAYER_INPUTS,
     NORMS,
@@ -123,7 +124,12 @@ def shape_fields(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]
         experts = config.experts
         fields |= {"experts": experts.count, "chosen": experts.chosen, "normed": experts.normed}
         fields |= {"expert_inner": experts.intermediate_size, "shared_inner": experts.shared_size}
-        fields |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale}
+        fields |= {"sigmoid": experts.sigmoid, "share_scale": experts.scale, "groups": experts.groups}
+        fields |= {"chosen_groups": experts.chosen_groups, "pair_of_group": experts.group_best == 2}
+    if config.latent is not None:
+        latent = config.latent
+        fields |= {"latent": latent.rank, "unrotated": latent.unrotated, "latent_value": latent.value_dim}
+        fields |= {"query_rank": latent.query_rank, "latent_eps": latent.norm_eps}
     recurrent = sum(config.layers[layer].recurrent for layer in layers)
     if config.recurrent_net is not None and recurrent:
         net = config.recurrent_net
@@ -205,7 +211,7 @@ class CompiledLayers(ABC):
 
     def _set_layer(self, own: LayerFields, layer: Any, config: DecoderConfig) -> None:
         """Set the fields of a layer of a decoder, whose weights are packed for the library."""
-        for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS, DELTA_GATES):
+        for name in (*PROJECTIONS, *ROUTED, *LAYER_INPUTS, *HEADS, DELTA_GATES):
             if hasattr(layer, name):
                 setattr(own, name, self.library.linear(getattr(layer, name)))
         for name in (*NORMS, *NORMS_BESIDE, "after_input"):
@@ -221,9 +227,10 @@ class CompiledLayers(ABC):
             own.filter = self._exact_pointer(layer.convolution.kernel)
         elif config.mixed:
             self._set_shape(own, layer, config)
-        elif config.joint_qk_norm:
-            own.query_norm = self._exact_pointer(layer.query_norm.weight)
-            own.key_norm = self._exact_pointer(layer.key_norm.weight)
+        elif config.joint_qk_norm or config.latent is not None:
+            for name in ("query_norm", "key_norm"):
+                if hasattr(layer, name):  # queries may be projected from a layer's input, without a norm
+                    setattr(own, name, self._exact_pointer(getattr(layer, name).weight))
         elif config.qk_norm:  # one weight per head, equal for all queries and for all keys
             own.query_norm = self._exact_pointer(layer.qk_norm.weight[0])
             own.key_norm = self._exact_pointer(layer.qk_norm.weight[-1])

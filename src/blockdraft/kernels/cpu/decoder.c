@@ -51,6 +51,13 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
 /* Return the number of nodes of a row, including those of earlier calls. */
 static i64 all_nodes(const Call *call) { return call->done + call->nodes; }
 
+/* Return the position of a node of all rows. Without depths the nodes are a chain. */
+static i64 position_of(const Model *m, const Call *call, const i64 *depths, i64 node) {
+    const i64 row = node / call->nodes, own = call->done + node % call->nodes;
+    const i64 position = call->lengths[row] + (depths ? depths[row * all_nodes(call) + own] : own);
+    return position < m->max_positions ? position : m->max_positions - 1; /* nodes there are never committed */
+}
+
 /* Return the first slot that a node at this depth attends to, were its path a chain. `length` counts committed tokens. */
 static i64 first_seen(const Layer *layer, const Call *call, i64 length, i64 depth) {
     i64 first = layer->window ? length + depth - layer->window + 1 : 0;
@@ -312,7 +319,7 @@ static void attend_all(const Model *m, const Layer *layer, const Call *call, i64
         if (count > QUERIES) count = QUERIES;
         const char *keys = (char *)call->store
             + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * SLOT(m->head_dim));
-        const char *values = keys + size * m->kv_heads * call->head_stride;
+        const char *values = keys + (m->latent ? 0 : size * m->kv_heads * call->head_stride);
         const uint8_t *of_head = strange + (row * m->kv_heads + head) * N;
         const i64 *of_row = depths + row * all_nodes(call);
         attend(m, layer, call, row, head, from, from + count, of_head, of_row, keys, values, qkv, mixed, own);
@@ -362,9 +369,6 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
                        i64 heads, uint8_t *strange, i64 work) {
     const i64 all = heads + 2 * m->kv_heads, D = m->head_dim;
     const i64 node = work / all, head = work % all, row = node / call->nodes, own = call->done + node % call->nodes;
-    i64 position = call->lengths[row] + (depths ? depths[row * all_nodes(call) + own] : own);
-    /* Nodes that are never committed may lie past the last position. */
-    if (position >= m->max_positions) position = m->max_positions - 1;
     float *x = qkv + work * D;
     const i64 number = head - heads, value = number - m->kv_heads;
     const i64 at = index * call->layer_stride + (call->starts[row] + call->lengths[row] + own) * SLOT(D);
@@ -382,7 +386,7 @@ static void place_head(const Model *m, const Layer *layer, const Call *call, i64
         store_value(m, layer, call, at + (number + m->kv_heads) * call->head_stride, copy, flag ? flag + of_value : 0);
     }
     const float *norm = m->joint_norm ? 0 : number < 0 ? layer->query_norm : layer->key_norm;
-    if (value < 0) rotate(m, layer, norm, x, position);
+    if (value < 0) rotate(m, layer, norm, x, position_of(m, call, depths, node));
     if (number < 0) return;
     if (value >= 0) store_value(m, layer, call, at + number * call->head_stride, x, flag);
     else store_head(call, at + number * call->head_stride, D, x);
@@ -538,7 +542,8 @@ static int rounds(const Model *m) {
         any = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
             || IS_INTEGER(&layer->down) || IS_INTEGER(&layer->router) || IS_INTEGER(&layer->shared_gate)
             || IS_INTEGER(&layer->shared_gate_up) || IS_INTEGER(&layer->shared_down) || IS_INTEGER(&layer->input_gate)
-            || IS_INTEGER(&layer->input_projection) || IS_INTEGER(&layer->delta_gates);
+            || IS_INTEGER(&layer->input_projection) || IS_INTEGER(&layer->delta_gates) || IS_INTEGER(&layer->queries)
+            || IS_INTEGER(&layer->absorbed_keys) || IS_INTEGER(&layer->values);
     }
     return any;
 }
@@ -572,6 +577,7 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
 
 #include "deltanet.h"
 #include "experts.h"
+#include "latent.h"
 #include "shortconv.h"
 
 /* Return the inner size of the largest MLP that all rows use. */
@@ -584,7 +590,8 @@ static i64 widest_input(const Model *m) {
     const i64 mixed = m->heads * m->head_dim, inner = widest_inner(m), more = mixed > inner ? mixed : inner;
     const i64 own = m->pairs ? 2 * m->hidden : m->hidden, values = delta_values(m);
     const i64 widest = more > own ? more : own;
-    return widest > values ? widest : values;
+    const i64 latent = larger(larger(inputs_of_heads(m), m->query_rank), m->heads * m->latent_value);
+    return larger(larger(widest, values), latent);
 }
 
 /* Return the offsets for `batch` rows of `nodes` nodes behind `done` earlier ones. */
@@ -595,7 +602,8 @@ static Places places(const Model *m, i64 batch, i64 nodes, i64 done, i64 threads
     p.x = p.depths + 2 * batch * (done + nodes);
     p.h = p.x + rows * m->hidden;
     p.qkv = p.h + rows * m->hidden;
-    p.wide = p.qkv + rows * larger(m->kernel && 3 * m->hidden > width ? 3 * m->hidden : width, delta_channels(m));
+    const i64 channels = larger(m->kernel ? 3 * m->hidden : 0, delta_channels(m));
+    p.wide = p.qkv + rows * larger(larger(width, channels), m->heads * m->latent_value);
     i64 most = 0; /* corrections of a node */
     for (i64 index = 0; index < m->num_layers; index++) {
         const i64 first = corrections_of(&m->layers[index].attention_conv);
@@ -603,8 +611,8 @@ static Places places(const Model *m, i64 batch, i64 nodes, i64 done, i64 threads
         if (first > most) most = first;
         if (second > most) most = second;
     }
-    const i64 mixed = m->kernel && m->hidden > mix_width ? m->hidden : mix_width;
-    p.pairs = p.wide + rows * larger(2 * widest_inner(m) > mixed ? 2 * widest_inner(m) : mixed, delta_values(m));
+    const i64 mixed = larger(larger(m->kernel ? m->hidden : 0, mix_width), m->latent ? m->heads * query_size(m) : 0);
+    p.pairs = p.wide + rows * larger(larger(2 * widest_inner(m), mixed), delta_values(m));
     p.turned = p.pairs + (m->pairs ? 2 * rows * m->hidden : 0);
     p.corrections = p.turned + (most ? rows * m->hidden : 0);
     p.own = p.corrections + rows * most;
@@ -615,7 +623,7 @@ static Places places(const Model *m, i64 batch, i64 nodes, i64 done, i64 threads
     if (m->experts) p.routed += p.routed % 2; /* integers of 8 bytes come first */
     p.given = p.routed + routed_places(m, rows).end;
     p.projected = p.given + 2 * rows * m->num_layers * m->input_size;
-    p.gates = p.projected + rows * larger(m->gated ? width + mix_width : 0, delta_outputs(m));
+    p.gates = p.projected + rows * larger(larger(m->gated ? width + mix_width : 0, delta_outputs(m)), latent_outputs(m));
     p.end = p.gates + rows * 2 * m->value_heads;
     return p;
 }
@@ -741,7 +749,15 @@ static void run_layers(Thread *t, const void *argument) {
             const float *read = pairs;
             if (reads_pairs(m, index)) round_inputs(t, &layer->qkv, pairs, layer->qkv.inputs, rows, in);
             else read = input_of(t, &layer->qkv, m, call, conv, layer->before_attention, x, h, in, corrections, turned);
-            const i64 queries = m->gated ? 2 * mix_width : mix_width;
+            const i64 queries = m->latent ? latent_queries(m) : m->gated ? 2 * mix_width : mix_width;
+            if (unused && m->latent) { /* only vectors */
+                const Linear part = outputs_from(&layer->qkv, queries, m->head_dim);
+                project(t, &part, read, part.inputs, in, rows, projected, m->head_dim, 0);
+                PIECES(t, rows, 4, first, last)
+                    for (i64 node = first; node < last; node++)
+                        place_vector(m, layer, call, attends, depths, node, projected + node * m->head_dim, 0);
+                return;
+            }
             if (unused && !layer->filter && !layer->delta_filter) { /* only keys and values */
                 if (layer->shared) return;
                 const Linear part = outputs_from(&layer->qkv, queries, layer->qkv.outputs - queries);
@@ -749,8 +765,10 @@ static void run_layers(Thread *t, const void *argument) {
                 place(t, m, layer, call, place_of_layer, depths, qkv, 0, 0, 0);
                 return;
             }
-            float *to = m->gated || layer->delta_filter ? projected : qkv;
-            const i64 outputs = layer->filter || layer->delta_filter ? layer->qkv.outputs : queries + keys;
+            float *to = m->gated || m->latent || layer->delta_filter ? projected : qkv;
+            const int whole = m->latent || layer->filter || layer->delta_filter;
+            const i64 outputs = whole ? layer->qkv.outputs : queries + keys;
+            const float *attended = m->latent ? qkv : wide;
             project(t, &layer->qkv, read, layer->qkv.inputs, in, rows, to, outputs, 0);
             if (layer->delta_filter) {
                 if (!m->mamba) {
@@ -760,6 +778,12 @@ static void run_layers(Thread *t, const void *argument) {
                 delta_net(t, m, layer, call, recurs++, depths, projected, gates, qkv, wide);
             } else if (layer->filter) {
                 short_convolution(t, m, layer, call, convolves++, qkv, wide);
+            } else if (m->latent) {
+                float *memory = w + at.rounded;
+                place_latent(t, m, layer, call, attends, depths, projected, wide, memory, qkv, strange);
+                attention(t, m, layer, call, attends++, strange, depths, qkv, wide, w + at.own, at.own_size);
+                project_heads(t, m, &layer->values, m->latent_value, wide, mix_width, m->head_dim, memory, rows, qkv, mixed,
+                              m->latent_value);
             } else {
                 place(t, m, layer, call, place_of_layer, depths, qkv, m->heads, strange, m->gated ? projected : 0);
                 attention(t, m, layer, call, place_of_layer, strange, depths, qkv, wide, w + at.own, at.own_size);
@@ -767,9 +791,9 @@ static void run_layers(Thread *t, const void *argument) {
                 attends++;
             }
             if (unused) return;
-            round_inputs(t, &layer->output, wide, mixed, rows, in);
+            round_inputs(t, &layer->output, attended, mixed, rows, in);
             const int added = !layer->after_attention && !conv->taps;
-            project(t, &layer->output, wide, mixed, in, rows, added ? x : h, H, added);
+            project(t, &layer->output, attended, mixed, in, rows, added ? x : h, H, added);
             add_output(t, m, call, conv, layer->after_attention, corrections, h, x);
         }
         if (layer->router.weight) routed_mlp(t, m, layer, routed_at(m, w + at.routed, rows), rows, in, x, h, wide);
@@ -934,7 +958,7 @@ i64 draft_context(const Model *m, const Call *call, const Linear *hidden_states,
     REFUSE(!m || !call || !hidden_states || !norm || !hidden_states->weight, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, pool_threads(call->pool));
     if (!wrong) wrong = check_rows(m, call);
-    REFUSE(hidden_states->inputs < 1 || hidden_states->outputs != m->hidden || m->pairs || call->done, SIZES);
+    REFUSE(hidden_states->inputs < 1 || hidden_states->outputs != m->hidden || m->pairs || m->latent || call->done, SIZES);
     if (!wrong) wrong = check_kind(hidden_states);
     for (i64 index = 0; !wrong && index < m->num_layers; index++)
         REFUSE(!mixes(m->layers + index) || m->layers[index].delta_filter || m->layers[index].filter, POINTER);

@@ -46,6 +46,28 @@ static Routed routed_at(const Model *m, float *memory, i64 rows) {
                     memory + p.rounded};
 }
 
+/* Mark the experts outside of a row's best groups as chosen. Of groups that are equally good the last are left out. `bias` of
+   experts may be null. */
+static void leave_groups(const Model *m, const float *bias, float *scores) {
+    const i64 size = m->experts / m->groups;
+    float sums[MOST_CHOSEN];
+    for (i64 group = 0; group < m->groups; group++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (i64 e = group * size; e < (group + 1) * size; e++) {
+            const float x = bias ? scores[e] + bias[e] : scores[e];
+            if (x > first) second = first, first = x;
+            else if (x > second) second = x;
+        }
+        sums[group] = m->pair_of_group ? first + second : first;
+    }
+    for (i64 left = m->chosen_groups; left < m->groups; left++) {
+        i64 worst = 0;
+        for (i64 group = 1; group < m->groups; group++) worst = sums[group] <= sums[worst] ? group : worst;
+        sums[worst] = INFINITY;
+        for (i64 e = worst * size; e < (worst + 1) * size; e++) scores[e] = -1;
+    }
+}
+
 /* Choose the experts of one row by the softmax of their scores, which is written over them. Of equal ones the first is
    chosen. Where scores are not finite, so are no shares. `factors` of experts, on shares, may be null. */
 static void choose_experts(const Model *m, const float *factors, float *scores, i64 *chosen, float *shares) {
@@ -57,6 +79,7 @@ static void choose_experts(const Model *m, const float *factors, float *scores, 
     for (; e < E; e++) scores[e] = exp_vec(splat(scores[e] - largest))[0];
     for (e = 0; e < E; e++) sum += scores[e];
     const int finite = sum >= 1 && sum <= (float)E; /* the largest adds 1 */
+    if (finite && m->groups > 1) leave_groups(m, 0, scores);
     for (i64 k = 0; k < m->chosen; k++) {
         i64 best = finite ? 0 : k;
         for (e = 1; finite && e < E; e++) best = scores[e] > scores[best] ? e : best;
@@ -67,6 +90,7 @@ static void choose_experts(const Model *m, const float *factors, float *scores, 
     }
     for (i64 k = 0; m->normed && k < m->chosen; k++) shares[k] /= total;
     for (i64 k = 0; factors && k < m->chosen; k++) shares[k] *= factors[chosen[k]];
+    for (i64 k = 0; k < m->chosen; k++) shares[k] *= m->share_scale;
 }
 
 /* Choose the experts of one row by the sigmoids of their scores, which are written over them, plus a bias. The shares are
@@ -79,6 +103,7 @@ static void choose_by_sigmoid(const Model *m, const float *bias, float *scores, 
     for (; e < E; e++) scores[e] = sigmoid(splat(scores[e]))[0];
     int finite = 1;
     for (e = 0; e < E; e++) finite &= scores[e] >= 0 && scores[e] + bias[e] == scores[e] + bias[e];
+    if (finite && m->groups > 1) leave_groups(m, bias, scores);
     for (i64 k = 0; k < m->chosen; k++) {
         i64 best = finite ? -1 : k;
         for (e = 0; finite && e < E; e++)

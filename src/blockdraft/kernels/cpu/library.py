@@ -35,6 +35,7 @@ PROJECTIONS = ("qkv", "output", "gate_up", "down")
 ROUTED = ("router", "shared_gate_up", "shared_down", "shared_gate")  # of layers with routed experts
 LAYER_INPUTS = ("input_gate", "input_projection")  # of layers with embeddings of their own
 DELTA_GATES = "delta_gates"  # projection of a gated delta net to shares and decays
+HEADS = ("queries", "absorbed_keys", "values")  # projections of latent attention
 DELTA_TENSORS = ("delta_filter", "fading", "fading_bias", "delta_norm")
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "relu2": 2}  # codes of calls.h
 NORMS_BESIDE = ("before_router", "before_experts", "after_shared", "after_experts")  # of experts beside an MLP
@@ -87,6 +88,7 @@ class LayerFields(Fields):
         ("scale", c_float),
         (DELTA_GATES, LinearFields),
         *((name, c_void_p) for name in (*DELTA_TENSORS, "delta_bias", "skip")),
+        *((name, LinearFields) for name in HEADS),
     ]
 
 
@@ -113,6 +115,9 @@ class ModelFields(Fields):
         *((name, c_int64) for name in ("input_size", "gated", "key_heads", "value_heads", "key_dim", "value_dim")),
         *((name, c_int64) for name in ("delta_kernel", "tiled", "recurrent_layers", "joint_norm", "mamba")),
         ("delta_eps", c_float),
+        *((name, c_int64) for name in ("groups", "chosen_groups", "pair_of_group", "latent", "unrotated")),
+        *((name, c_int64) for name in ("latent_value", "query_rank")),
+        ("latent_eps", c_float),
     ]
 
 

@@ -17,6 +17,7 @@ HEADERS = (
     "integers.h",
     "deltanet.h",
     "experts.h",
+    "latent.h",
     "shortconv.h",
     "calls.h",
     "pool.h",

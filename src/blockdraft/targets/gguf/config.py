@@ -17,7 +17,6 @@ from blockdraft.formats.gguf import GGUFFile, GGUFTensor
 from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS, rope_metadata
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
-from blockdraft.targets.families import LATENT
 from blockdraft.targets.model_config import AnyConfig, make_config
 
 # `model_type` by the architectures of llama.cpp.
@@ -32,6 +31,7 @@ FAMILIES = {
     "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "deepseek2": "deepseek_v3",  # or DeepSeek-V2, or GLM-4.7-Flash, which differs from DeepSeek-V3 in sizes alone
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
@@ -57,6 +57,8 @@ CAUSAL_LMS = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -85,9 +87,12 @@ WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose sco
 BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")  # keys of lists
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")  # architectures with gated delta nets
 PARTLY_ROTATED = ("phi3", *DELTA_NETS)  # architectures that may rotate a part of each head
+LATENT = "deepseek2"  # the architecture with latent attention
 NEMOTRON = ("nemotron_h", "nemotron_h_moe")  # architectures whose attention does not depend on positions
 MAMBA = ("granitehybrid", *NEMOTRON)  # architectures with Mamba-2 layers
-MIXTURES = ("nemotron_h_moe", "gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen35moe")
+MIXTURES = (
+    *("nemotron_h_moe", LATENT, "gpt-oss", "lfm2moe", "qwen2moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen35moe"),
+)
 CONVOLVED = ("lfm2", "lfm2moe")  # architectures whose layers without key/value heads are short convolutions
 KV_HEADS, INNER_SIZE = "attention.head_count_kv", "feed_forward_length"
 SOFTMAX, SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
@@ -110,8 +115,6 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     """
     metadata = file.metadata
     name = metadata.get("general.architecture")
-    if f"{name}.attention.kv_lora_rank" in metadata:
-        raise NotCovered(LATENT)
     if name not in FAMILIES:
         raise NotCovered(f"its architecture {name} is none of {', '.join(FAMILIES)}")
 
@@ -138,7 +141,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     routed = name in MIXTURES or (name in ("gemma4", "granitehybrid") and get("expert_count", 0) > 0)
     if not routed and get("expert_count", 0):
         raise NotCovered("it is a mixture of experts")
-    check_settings(get, head_dim, rotates_all=name not in (*PARTLY_ROTATED, *NEMOTRON))
+    if name != LATENT:
+        check_settings(get, head_dim, rotates_all=name not in (*PARTLY_ROTATED, *NEMOTRON))
     family = FAMILIES[name]
     fields = {
         "vocab_size": file.tensors[EMBEDDING].shape[0],
@@ -179,6 +183,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
                 "sliding_attention": {"rope_type": "default", "rope_theta": far["rope_theta"]},
             },
         }
+    elif name == LATENT:
+        fields |= latent_fields(get, fields)
     elif name in MAMBA:
         fields |= mamba_fields(file, get, fields)
     elif name in DELTA_NETS:
@@ -193,6 +199,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     if routed:
         fields |= expert_fields(file, name, get, fields)
+    if name == LATENT and "topk_method" in fields:
+        family = "deepseek_v2"
     return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
 
 
@@ -227,8 +235,9 @@ def rope_parameters(get: Get) -> dict[str, Any]:
     if kind == "linear":
         return parameters | {"rope_type": "linear", "factor": factor}
     beta = get("attention.temperature_scale", None)  # of Ministral 3, beyond the original context
+    rank = get("attention.kv_lora_rank", None)
     usual = {"attn_factor": 1 + 0.1 * math.log(factor)} if factor >= 1 else {}
-    keys = ("ext_factor", "attn_factor", *(() if beta else ("log_multiplier",)))
+    keys = ("ext_factor", "attn_factor", *(() if beta or rank else ("log_multiplier",)))
     values = {key: get(f"rope.scaling.yarn_{key}", None) for key in keys}
     unusual = [
         key for key, value in values.items() if value and not math.isclose(value, usual.get(key, 0), rel_tol=1e-4)
@@ -241,6 +250,8 @@ def rope_parameters(get: Get) -> dict[str, Any]:
     if beta:
         weight = get("rope.scaling.yarn_log_multiplier", 1.0)
         given |= {"llama_4_scaling_beta": beta, "mscale": weight, "mscale_all_dim": weight}
+    elif rank and (weight := 10 * get("rope.scaling.yarn_log_multiplier", 0.0)):  # a tenth is stored
+        given |= {"mscale": weight, "mscale_all_dim": weight}
     return parameters | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": longest, **given}
 
 
@@ -269,6 +280,30 @@ def rotated_share(get: Get, head_dim: int) -> float:
         raise NotCovered(f"it rotates {rotated} channels of heads of {head_dim}")
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else math.nextafter(share, 1)  # products are rounded down
+
+
+def latent_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specific fields of latent attention."""
+    if get("attention.causal", True) is False or get("attention.temperature_scale", None):
+        raise NotCovered("its attention is bidirectional, or depends on the length of the text")
+    rank, rotated, query = (
+        get("attention.kv_lora_rank"),
+        get("rope.dimension_count"),
+        get("attention.key_length_mla", 0),
+    )
+    if not query:
+        raise NotCovered("one matrix makes its keys and values, as in files before 2025; convert the model again")
+    if fields["head_dim"] != rank + rotated or query <= rotated or fields["num_key_value_heads"] != 1:
+        raise NotCovered(f"its keys have {fields['head_dim']} numbers instead of {rank} + {rotated}, or several heads")
+    return {
+        "head_dim": rotated,
+        "kv_lora_rank": rank,
+        "num_key_value_heads": fields["num_attention_heads"],
+        "q_lora_rank": get("attention.q_lora_rank", 0) or None,
+        "qk_nope_head_dim": query - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": get("attention.value_length_mla"),
+    }
 
 
 def delta_net_fields(get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,7 +411,7 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     """Return the fields of mixtures of experts. In LFM2 the first layers have none, in others all have."""
     count, chosen = get("expert_count"), get("expert_used_count")
     sigmoid, plain = name in ("lfm2moe", "nemotron_h_moe"), name == "nemotron_h_moe"
-    dense = get("leading_dense_block_count", 0) if name == "lfm2moe" else 0
+    dense = get("leading_dense_block_count", 0) if name in ("lfm2moe", LATENT) else 0
     dense = fields["layers_block_type"].index("moe") if plain and "moe" in fields["layers_block_type"] else dense
     first, fused = (f"blk.{dense}.ffn_{part}_exps.weight" for part in ("up" if plain else "gate", "gate_up"))
     if name == "gemma4" and fused in file.tensors:
@@ -389,6 +424,8 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
     if not 0 < chosen <= count:
         raise NotCovered(f"each token uses {chosen} of its {count} experts")
     scale = get("expert_weights_scale", 0.0) or 1.0
+    if name == LATENT:
+        return latent_expert_fields(file, get, dense, scale)
     if sigmoid and get("expert_gating_func", SIGMOID) != SIGMOID:
         raise NotCovered("its router does not choose by sigmoids")
     if not sigmoid and (scale != 1 or get("expert_gating_func", SOFTMAX) not in (0, SOFTMAX)):
@@ -429,6 +466,28 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
         shared = get("expert_shared_feed_forward_length", 0) or routing["intermediate_size"]
         routing["shared_expert_intermediate_size"] = shared
     return routing
+
+
+def latent_expert_fields(file: GGUFFile, get: Get, dense: int, scale: float) -> dict[str, Any]:
+    """Return the fields of experts beside latent attention. A softmax chooses those of DeepSeek-V2, without bias."""
+    has_bias, normed = f"blk.{dense}.exp_probs_b.bias" in file.tensors, get("expert_weights_norm", False)
+    by = get("expert_gating_func", 0) or (SIGMOID if has_bias else SOFTMAX)  # older files do not name it
+    if by != (SIGMOID if has_bias else SOFTMAX) or (normed and by == SOFTMAX):
+        raise NotCovered("its router chooses by sigmoids without biases, or by a softmax with biases or normed shares")
+    fields = {
+        "first_k_dense_replace": dense,
+        "n_routed_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "n_shared_experts": get("expert_shared_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length"),
+        "norm_topk_prob": normed,
+        "routed_scaling_factor": scale,
+        "n_group": get("expert_group_count", 0) or 1,
+        "topk_group": get("expert_group_used_count", 0) or 1,
+    }
+    if by == SIGMOID:
+        return fields
+    return fields | {"topk_method": "greedy" if fields["n_group"] == 1 else "group_limited_greedy"}
 
 
 def long_rope(factors: GGUFTensor, context: int, scale: float) -> dict[str, Any]:

@@ -47,6 +47,8 @@ def read_gguf_head(target: Target) -> DecoderHead:
         )
     with understanding(path):
         config = fitted(decoder_config(gguf_config(file)), file)
+        if config.latent is not None:
+            raise NotCovered("its MTP head has latent attention")
         number = len(config.layers)
         if file.metadata[f"{file.metadata['general.architecture']}.nextn_predict_layers"] != 1:
             raise NotCovered("it has several MTP layers, of which only one is supported")

@@ -25,6 +25,7 @@ from blockdraft.nn.packed import PackedWeight
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_positions
+from blockdraft.targets.latent_tensors import rows_in_halves
 
 KEYS = ("attn_k", "attn_v", "attn_k_norm")  # parts that a layer with keys of another may hold, unused
 SIMILAR_KINDS = {"Q4_K", "Q5_K", "Q6_K"}  # types that the library also packs for one product
@@ -181,11 +182,13 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
 def _same_values(tensor: GGUFTensor, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor holds the values of this shape in order.
 
-    The converter drops and adds dimensions of one, and splits norms of Mamba-2 into groups.
+    The converter drops and adds dimensions of one, splits norms of Mamba-2 into groups, and the matrices of latent
+    attention into those of each head.
     """
     one_row = len([size for size in shape if size != 1]) == 1 and tensor.kind in FLOATS
     alike = tensor.shape == tuple(size for size in shape if size != 1)
-    return alike or (one_row and math.prod(tensor.shape) == math.prod(shape))
+    of_heads = len(tensor.shape) == 3 and (math.prod(tensor.shape[:2]), *tensor.shape[2:]) == shape
+    return alike or of_heads or (one_row and math.prod(tensor.shape) == math.prod(shape))
 
 
 def layer_weights(file: GGUFFile, config: DecoderConfig, layer: int) -> GGUFWeights:
@@ -229,6 +232,8 @@ def row_orders(architecture: str, config: DecoderConfig) -> dict[str, Tensor]:
     if architecture in INTERLEAVED:
         counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         orders = {part: paired(heads * config.head_dim, heads) for part, heads in counts.items()}
+    if config.latent is not None:
+        orders = rows_in_halves(config.latent, config.num_heads)
     net = config.recurrent_net
     if net is not None and net.joint_gates:  # files have both gates of a key head side by side
         rows = torch.arange(2 * net.value_heads).view(net.key_heads, 2, -1)

@@ -106,6 +106,7 @@ SPLITS = {
     "refact": Split(digits=True),
     "dbrx": Split(LLAMA3),
     "smaug-bpe": Split(LLAMA3, whole=True),
+    "glm4": Split(LLAMA3, whole=True),
     "gpt-4o": Split(GPT4O),
 }
 

@@ -132,7 +132,9 @@ def _target(path: str | Path, described: Description, given: Description | None)
         about["tokenizer_reason"] = described.text.tokenizer_reason
     if described.wanted is not None:
         wanted = described.wanted
-        values = sum(2 * heads * size * len(layers) for (heads, size), layers in wanted.memories.items())
+        values = sum(
+            wanted.stored_per_head * heads * size * len(layers) for (heads, size), layers in wanted.memories.items()
+        )
         inputs = 4 * wanted.convolved_layers * wanted.hidden_size  # of short convolutions, in float32
         about |= {
             "parameters": sum(math.prod(shape) for shape in wanted.tensor_shapes().values()),
