@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from blockdraft.decode.distributions import HEAD, Distributions, probabilities
+from blockdraft.decode.distributions import HEAD, Distributions, best_tokens, probabilities
 from blockdraft.decode.sampling import draw
 from blockdraft.types import MAX, MIN, SamplingParams
 
@@ -363,3 +363,14 @@ def test_no_bit_of_a_distribution_depends_on_the_neighbours() -> None:
     together = probabilities(logits, params)
     for row in range(5):
         assert torch.equal(together[row], probabilities(logits[row : row + 1], params[row : row + 1])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_best_tokens_are_the_first_of_the_highest(dtype: torch.dtype) -> None:
+    logits = torch.randint(-3, 4, (2, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = [[row.tolist().index(max(row.tolist())) for row in rows] for rows in logits]
+    actual = best_tokens(logits)
+    assert actual.dtype == torch.int64 and actual.tolist() == expected
+    logits[1, 2, 4] = torch.nan
+    assert best_tokens(logits)[1, 2] == 4
+    assert best_tokens(logits[0, 0]).tolist() == expected[0][0]

@@ -1,9 +1,8 @@
-"""Choosing and sampling tokens, and random numbers."""
+"""Sampling tokens, and random numbers."""
 
-import pytest
 import torch
 
-from blockdraft.decode.sampling import RandomNumbers, best_tokens, draw
+from blockdraft.decode.sampling import RandomNumbers, draw
 
 
 def test_draw_follows_the_distribution_and_never_draws_what_has_no_mass() -> None:
@@ -35,14 +34,3 @@ def test_fresh_numbers_belong_to_a_step() -> None:
     assert float((torch.corrcoef(streams) - torch.eye(len(streams))).abs().max()) < 0.15
     unseeded = RandomNumbers(None)
     assert unseeded.fresh(0, 3).tolist() == unseeded.fresh(0, 3).tolist() != RandomNumbers(None).fresh(0, 3).tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_best_tokens_are_the_first_of_the_highest(dtype: torch.dtype) -> None:
-    logits = torch.randint(-3, 4, (2, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = [[row.tolist().index(max(row.tolist())) for row in rows] for rows in logits]
-    actual = best_tokens(logits)
-    assert actual.dtype == torch.int64 and actual.tolist() == expected
-    logits[1, 2, 4] = torch.nan
-    assert best_tokens(logits)[1, 2] == 4
-    assert best_tokens(logits[0, 0]).tolist() == expected[0][0]

@@ -72,7 +72,7 @@ def documented_modules(kind: str | None) -> set[str]:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [(None, 12), ("dflash", 16), ("eagle3", 14)],
+    [(None, 12), ("dflash", 15), ("eagle3", 14)],
 )
 def test_a_step_passes_the_documented_modules(kind: str | None, count: int, eagle3: Path) -> None:
     drafter = {None: "none", "dflash": PAIR / "drafter", "eagle3": eagle3}[kind]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.distributions import best_tokens, probabilities
 from blockdraft.decode.proposal import (
     Plan,
     Proposal,
@@ -18,7 +18,7 @@ from blockdraft.decode.proposal import (
     chain_q,
     sparsify,
 )
-from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.sampling import draw
 from blockdraft.decode.tree import best_count, best_first, best_tree
 from blockdraft.timing import DRAFT_CHOICE, mark
 from blockdraft.types import SamplingParams

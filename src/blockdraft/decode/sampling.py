@@ -1,43 +1,13 @@
-"""The only place where tokens are chosen or sampled, and the random numbers that decide."""
+"""Sampling of tokens from distributions, and the random numbers that decide."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-
-def best_tokens(logits: Tensor) -> Tensor:
-    """Return the argmax of the last dimension, int64: the lowest of equal logits, and the first NaN."""
-    if logits.device.type != "cpu" or type(logits) is not Tensor:  # a subclass may not be computed yet
-        return logits.max(dim=-1).indices
-    # numpy's argmax takes a tenth of the time of torch's.
-    return torch.from_numpy(np.asarray(_as_numpy(logits).argmax(axis=-1)))
-
-
-def best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the best token after each node, and the node's own.
-
-    The best is -1 where the largest logit is not finite: NaN if any logit is, and -inf if no token is possible.
-    """
-    if logits_BNV.device.type != "cpu":
-        highest, best = logits_BNV.max(dim=-1)
-        # In a greedy step the host waits for a GPU only here.
-        best_BN, own_BN = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
-        return best_BN, own_BN
-    scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
-    best_M = scores_MV.argmax(axis=-1)
-    best_M[~np.isfinite(scores_MV[np.arange(len(best_M)), best_M])] = -1
-    return best_M.reshape(tokens_BN.shape).tolist(), tokens_BN.tolist()
-
-
-def _as_numpy(values: Tensor) -> NDArray[Any]:
-    return (values.float() if values.dtype.itemsize == 2 else values).numpy()  # numpy knows no bfloat16
 
 
 def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:

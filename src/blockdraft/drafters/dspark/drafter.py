@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.distributions import best_tokens, probabilities
 from blockdraft.decode.drafting import log_probabilities
 from blockdraft.decode.proposal import (
     Plan,
@@ -26,7 +26,7 @@ from blockdraft.decode.proposal import (
     chain_q,
     sparsify,
 )
-from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.sampling import draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import DrafterSpec
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, load_dflash
