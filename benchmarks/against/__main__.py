@@ -134,6 +134,8 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--target", type=Path, help="a folder, GGUF file or pulled model; the bundled target by default")
     add("--drafter", help="the target's default drafter, unless given; both trees must know the name")
     add("--backend", choices=("native", "hf"), default="native")
+    kinds = ("float32", "bfloat16", "int8")
+    add("--kv-dtype", choices=kinds, help="of the working tree's keys and values, where the commit's default differs")
     add("--methods", type=listed(known=METHODS), default=known, help=f"of {known}")
     add("--rows", type=listed(int), default="1,4,16", help="batch sizes (1,4,16)")
     add("--tokens", type=int, default=96, help="most new tokens per prompt (96)")
@@ -145,10 +147,11 @@ def main(words: Sequence[str] | None = None) -> int:
     with in_words(), ExitStack() as opened:
         target = args.target and str(Path(located(args.target)).resolve())
         pair = {"target": target, "drafter": args.drafter, "backend": args.backend}
+        keys = {"kv_dtype": args.kv_dtype} if args.kv_dtype else {}
         folder = opened.enter_context(checked_out(args.commit))
         old, new = (
-            opened.enter_context(child(root, pair, args.threads, args.out / f"{name}.log"))
-            for name, root in (("old", folder), ("new", ROOT))
+            opened.enter_context(child(root, own, args.threads, args.out / f"{name}.log"))
+            for name, root, own in (("old", folder, pair), ("new", ROOT, pair | keys))
         )
         name = args.target.name if args.target else "The bundled pair"
         header = (

@@ -45,13 +45,18 @@ class Timed:
             self.seconds, self.calls = self.seconds + time.perf_counter() - began, self.calls + 1
 
 
-def load(target: str | None, drafter: str | None, backend: str) -> tuple[Any, dict[str, Any]]:
-    """Load a target and its drafters. Raises a RuntimeError if the pair should run compiled and does not."""
+def load(target: str | None, drafter: str | None, backend: str, **how: Any) -> tuple[Any, dict[str, Any]]:
+    """Load a target and its drafters. Raises a RuntimeError if the pair should run compiled and does not.
+
+    Args:
+        how: Further options of `load_target`.
+    """
     warnings = Warnings()
     logging.getLogger("blockdraft").addHandler(warnings)
     for _ in range(ATTEMPTS):
         warnings.lines.clear()
-        model = load_target(target, backend=backend, device="cpu", compile="on" if backend == "native" else "auto")
+        compile = "on" if backend == "native" else "auto"
+        model = load_target(target, backend=backend, device="cpu", compile=compile, **how)
         drafters = {
             "plain": load_drafter("none", target=model),
             "drafted": load_drafter(drafter, target=model),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import smollm2
 import torch
+from backend_targets import PACKAGES, load
 from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_model
 from pair_chats import chats
 from transformers import LlamaForCausalLM
@@ -20,10 +21,9 @@ from blockdraft.formats import Borrowed, Checkpoint, layouts
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.foreign_tensor import in_torch
-from blockdraft.targets import Target, backends, embedding_and_head, load_target
-from blockdraft.types import Drafting, LoadOptions, SamplingParams
+from blockdraft.targets import Target, embedding_and_head, load_target
+from blockdraft.types import Drafting, SamplingParams
 
-PACKAGES = {"mlx": "mlx_lm", "jax": "jax.numpy"}  # tests/jax is a package `jax` without it
 PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 60 + 4 for i in range(70)]]
 PARAMS = [SamplingParams(14, (0.0, 0.0, 0.8, 0.0)[row], seed=row, ignore_eos=True) for row in range(4)]
 ROOT = Path(__file__).parents[2]
@@ -33,21 +33,6 @@ ROOT = Path(__file__).parents[2]
 def backend(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(PACKAGES[request.param])
     return str(request.param)
-
-
-def load(path: Path | None, backend: str) -> Target:
-    """Load a target in float32, on one device even where JAX has more."""
-    if backend != "jax" or path is None:
-        return load_target(
-            path, dtype="float32", device="cpu", backend=backend, compile="off" if backend == "native" else "auto"
-        )
-    import jax
-
-    from blockdraft_jax.model import local_layout
-
-    options = LoadOptions(dtype="float32", device="cpu")
-    target: Target = backends()["jax"].load(path, options, local_layout(jax.local_devices()[:1]))
-    return target
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class KVCache(SequenceState):
     A network whose shapes are known has one store for all layers of a shape (`stores`), so that one operation writes
     keys and values, and `commit` moves the nodes of all layers at once. Otherwise each tensor of a layer has one, which
     is allocated at the first write (`layer`). A subclass for other arrays than torch's overrides `allocate`, `extend`
-    and `view`, or what moves KV slots: `keep`, `copy_slots` and `zero`.
+    and `view`, or what moves KV slots: `keep`, `copy_slots`, `zero`, `read_slots` and `write_slots`.
 
     Args:
         batch, capacity: As in `SequenceState`.
@@ -205,19 +205,24 @@ class KVCache(SequenceState):
 
     def export(self, start: int, length: int) -> dict[str, Tensor]:
         end = start + self.cut(self._lengths[start], length)
-        return {
-            name: store[..., start:end, :].clone(memory_format=torch.contiguous_format)
-            for name, store in self._stores.items()
-        }
+        return {name: self.read_slots(store, start, end) for name, store in self._stores.items()}
 
     def load(self, start: int, tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
         assert self._lengths[start] == 0
         length = self.cut(min((tensor.size(-2) for tensor in tensors.values()), default=0), len(tokens))
         _ = self.stores  # of the shapes
         for name, part in tensors.items():
-            store = self._store(name, (*part.shape[:-2], self._slots, part.size(-1)), part)
-            store[..., start : start + length, :] = part[..., :length, :]
+            self._store(name, (*part.shape[:-2], self._slots, part.size(-1)), part)
+            self.write_slots(name, start, part[..., :length, :])
         self._lengths[start] = length
+
+    def read_slots(self, store: Any, first: int, end: int) -> Tensor:
+        """Return a copy of the KV slots from `first` to `end`, in torch."""
+        return cast(Tensor, store[..., first:end, :].clone(memory_format=torch.contiguous_format))
+
+    def write_slots(self, name: str, first: int, part: Tensor) -> None:
+        """Write what `read_slots` returned to the KV slots of a store from `first` on."""
+        self._stores[name][..., first : first + part.size(-2), :] = part
 
     @property
     def lengths(self) -> list[int]:
@@ -262,6 +267,10 @@ class KVCache(SequenceState):
         """Return the slots of the next `count` nodes, relative to their sequence's first, `[B, count]` int64."""
         return send(torch.tensor(self.lengths), device)[:, None] + torch.arange(count, device=device)
 
+    def memory_slots(self, count: int) -> Tensor:
+        """Return the slots of the next `count` nodes in the memory, `[B, count]` int64 on the CPU."""
+        return torch.tensor(self.starts)[:, None] + self.slots(count, torch.device("cpu"))
+
     @property
     def stores(self) -> list[Tensor]:
         """Memory of all KV slots: `[layers, heads, slots, size]` for each of the shapes.
@@ -293,12 +302,12 @@ class KVCache(SequenceState):
 
     def check_room(self, count: int) -> int:
         """Assert that each sequence has slots for `count` more nodes, and return the slots of the longest with them."""
-        longest = 0
-        for start in self.starts:
-            end, capacity = self._lengths[start] + count, self._capacities[start]
-            assert end <= capacity, f"{end} slots needed, {capacity} allocated"
-            longest = max(longest, end)
-        return longest
+        return max((self._end(start, count) for start in self.starts), default=0)
+
+    def _end(self, start: int, count: int) -> int:
+        end, capacity = self._lengths[start] + count, self._capacities[start]
+        assert end <= capacity, f"{end} slots needed, {capacity} allocated"
+        return end
 
     @property
     def spare(self) -> int:
@@ -328,18 +337,21 @@ class KVCache(SequenceState):
             shape = (*memory.shape[:-3], len(starts), memory.size(-3), end, memory.size(-1))
             strides = (*outer[:-1], step * stride, outer[-1], stride, inner)
             return memory.as_strided(shape, strides, memory.storage_offset() + starts[0] * stride), True
+        return self.gathered(memory, count, end), False
+
+    def gathered(self, memory: Tensor, count: int, end: int) -> Tensor:
+        """Return a copy of what `view` returns."""
         # Slots beyond a sequence's own nodes repeat its first slot, which is finite and hidden by masks.
-        at = torch.arange(end).repeat(len(starts), 1)
+        at = torch.arange(end).repeat(len(self.starts), 1)
         own = torch.tensor(self.lengths)[:, None] + count
-        slots = torch.where(at < own, at, 0) + torch.tensor(starts)[:, None]
+        slots = torch.where(at < own, at, 0) + torch.tensor(self.starts)[:, None]
         taken = memory.index_select(-2, send(slots.flatten(), memory.device)).unflatten(-2, slots.shape)
-        return taken.movedim(-4, -3), False
+        return taken.movedim(-4, -3)
 
     def put(self, memory: Tensor, copied: Tensor, count: int) -> None:
         """Write the `count` nodes behind each sequence's committed tokens from a copy made by `view` to the memory."""
-        for index, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            nodes = copied.select(-4, index)[..., length : length + count, :]
-            memory[..., start + length : start + length + count, :] = nodes
+        rows = zip(copied.unbind(-4), self.lengths, strict=True)
+        self.extend(memory, [row[..., length : length + count, :] for row, length in rows])
 
     def last(self, store: Tensor) -> Tensor:
         """Return what a store `[1, slots, size]` holds of each sequence's last token, `[B, 1, size]`; 0 without one."""
@@ -351,11 +363,11 @@ class KVCache(SequenceState):
             last = last.masked_fill(empty[:, None], 0)
         return last.unsqueeze(1)
 
-    def extend(self, store: Tensor, nodes: Tensor) -> None:
-        """Write nodes `[B, heads, N, D]` behind the committed tokens in a layer's store `[heads, slots, D]`."""
-        self.check_room(nodes.size(2))
-        for start, length, new in zip(self.starts, self.lengths, nodes, strict=True):
-            store[:, start + length : start + length + new.size(1)] = new
+    def extend(self, store: Tensor, nodes: Iterable[Tensor]) -> None:
+        """Write the nodes of each sequence, `[..., heads, N, D]`, behind its committed tokens in a store."""
+        for start, new in zip(self.starts, nodes, strict=True):
+            end = start + self._end(start, new.size(-2))
+            store[..., end - new.size(-2) : end, :] = new
 
     def write(self, layer: int, *nodes: Tensor) -> list[Tensor]:
         """Write N nodes of a layer, `[B, heads, N, D]` for each of its stores, and return views of the stores."""
@@ -426,11 +438,32 @@ class RecurrentState(NamedTuple):
 After: TypeAlias = Callable[[int, list[int]], list[RecurrentState]]
 
 
-class RecurrentCache(KVCache):
+class StateCache(KVCache):
+    """Base of caches that also keep states of recurrent layers. `truncate` can only empty a sequence."""
+
+    def forget(self, start: int) -> None:
+        """Drop the states of a sequence."""
+        raise NotImplementedError
+
+    def close(self, start: int) -> None:
+        super().close(start)
+        self.forget(start)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        assert all(new in (0, old) for new, old in zip(lengths, self.lengths, strict=True)), (
+            "a recurrent state cannot be truncated"
+        )
+        super().truncate(lengths)
+        for start, length in zip(self.starts, lengths, strict=True):
+            if length == 0:
+                self.forget(start)
+
+
+class RecurrentCache(StateCache):
     """Keys and values, and the states of recurrent layers after each sequence's committed tokens.
 
     A forward pass changes no state. It leaves a function that computes the states after any path of its nodes, which
-    `commit` calls. Sequences cannot be copied or shortened, but `truncate` may empty them.
+    `commit` calls. Sequences cannot be copied.
     """
 
     def __init__(
@@ -442,19 +475,6 @@ class RecurrentCache(KVCache):
 
     def cut(self, value: int, length: int) -> int:
         raise AssertionError("a recurrent state cannot be truncated")
-
-    def close(self, start: int) -> None:
-        super().close(start)
-        self._forget(start)
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        assert all(new in (0, old) for new, old in zip(lengths, self.lengths, strict=True)), (
-            "a recurrent state cannot be truncated"
-        )
-        super().truncate(lengths)
-        for start, length in zip(self.starts, lengths, strict=True):
-            if length == 0:
-                self._forget(start)
 
     @torch.no_grad()
     def commit(self, path: Sequence[Sequence[int]]) -> None:
@@ -479,7 +499,7 @@ class RecurrentCache(KVCache):
         """Bytes of all states."""
         return sum(part.nbytes for states in self.stored_states.values() for state in states for part in state)
 
-    def _forget(self, start: int) -> None:
+    def forget(self, start: int) -> None:
         self.stored_states.pop(start, None)
         self._after.pop(start, None)
 

@@ -67,6 +67,9 @@ class Executor(ABC):
         """As `Target.step_context`."""
         return nullcontext()
 
+    def compile_at_once(self) -> None:  # noqa: B027, most executors compile nothing later
+        """As `Target.compile_at_once`."""
+
     @abstractmethod
     def forward(
         self,

@@ -56,7 +56,7 @@ def forward_in_pieces(
     lengths = cache.lengths
     # Nodes that are never committed may be past the last position.
     positions = send((depths(parents) + torch.tensor(lengths)[:, None]).clamp(max=last_position), device)
-    slots = (torch.tensor(cache.starts)[:, None] + cache.slots(count, torch.device("cpu"))).flatten()
+    slots = cache.memory_slots(count).flatten()
 
     @lru_cache(maxsize=1)  # pieces of the same row follow each other
     def visible(row: int) -> dict[int | None, Tensor]:

@@ -246,7 +246,7 @@ class HFTarget(CheckpointTarget):
             self._capturing(target_layers) as captured,
             _scoring(self.model, None if has_logits else tokens.new_empty(0)),
         ):
-            past = {self._cache_argument: self._caches.ExactCache(cache, layers)}
+            past = {self._cache_argument: self._caches.HFCache(cache, layers)}
             output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **past)
         return output.logits, torch.cat(
             [captured[target_layer] for target_layer in target_layers], dim=-1

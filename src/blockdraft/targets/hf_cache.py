@@ -31,43 +31,29 @@ class StoredLayer:
 
 
 class HFCache(TransformersCache):
-    """A `KVCache` with the interface of transformers' caches."""
-
-    def __init__(self, rows: KVCache) -> None:
-        super().__init__(layers=[])
-        self._rows = rows
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self._rows.write(layer_idx, key_states, value_states)
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self._rows.lengths)
-
-
-class ExactCache(TransformersCache):
-    """A `KVCache` with the interface of transformers' caches, for one piece.
+    """A `KVCache` with the interface of transformers' caches.
 
     Args:
-        rows: Cache of the rows.
-        attention: Attention of each layer.
+        cache: Cache of the sequences.
+        attention: Exact attention of each layer to one piece. Without it, layers get views of keys and values.
     """
 
-    def __init__(self, rows: KVCache, attention: Sequence[ExactAttention]) -> None:
+    def __init__(self, cache: KVCache, attention: Sequence[ExactAttention] = ()) -> None:
         super().__init__(layers=[])
-        self._rows, self._attention = rows, attention
+        self._cache, self._attention = cache, attention
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        attention, memory = self._attention[layer_idx], self._rows.layer(layer_idx, key_states, value_states)
-        for store, new in zip(memory, (key_states, value_states), strict=True):
+        if not self._attention:
+            keys, values = self._cache.write(layer_idx, key_states, value_states)
+            return keys, values
+        attention, stores = self._attention[layer_idx], self._cache.layer(layer_idx, key_states, value_states)
+        for store, new in zip(stores, (key_states, value_states), strict=True):
             attention.write(store, new.transpose(1, 2))
-        stored = StoredLayer(memory[0], memory[1], attention)
+        stored = StoredLayer(stores[0], stores[1], attention)
         return stored, stored
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self._rows.lengths)
+        return max(self._cache.lengths)
 
 
 def attend(

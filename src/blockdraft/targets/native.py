@@ -270,8 +270,7 @@ class NativeTarget(CheckpointTarget):
         self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # raises errors now
 
     def compile_at_once(self) -> None:
-        if isinstance(self.executor, CapturedDecoder) and self.executor.compiler is not None:
-            self.executor.compiler.compile_at_once()
+        self.executor.compile_at_once()
 
     def step_context(self) -> AbstractContextManager[Any]:
         return self.executor.step_context()

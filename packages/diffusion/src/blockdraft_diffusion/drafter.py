@@ -245,11 +245,11 @@ class _NewKeysValues:
 
     def keep(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
         """Commit the new tokens of each sequence, which begin at `begins`, up to these lengths."""
-        starts, cached = self._cache.starts, self._cache.lengths
+        cached = self._cache.lengths
+        spans = [slice(old - begin, end - begin) for old, begin, end in zip(cached, begins, lengths, strict=True)]
         for layer, new in self._new.items():
             for store, nodes in zip(self._cache.layer(layer, *new), new, strict=True):
-                for index, (start, old, begin, length) in enumerate(zip(starts, cached, begins, lengths, strict=True)):
-                    store[:, start + old : start + length] = nodes[index, :, old - begin : length - begin]
+                self._cache.extend(store, [own[:, span] for own, span in zip(nodes, spans, strict=True)])
         self._cache.commit([range(length - old) for length, old in zip(lengths, cached, strict=True)])
 
 

@@ -19,7 +19,7 @@ from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.timing import PASS, mark
-from blockdraft_jax.cache import JaxCache, JaxTensor
+from blockdraft_jax.cache import JaxCache
 from blockdraft_jax.model import (
     Array,
     CacheView,
@@ -36,6 +36,7 @@ from blockdraft_jax.model import (
     linear,
     load_params,
 )
+from blockdraft_jax.tensor import JaxTensor
 
 NO_LIMIT = np.int32(2**30)  # a draft window that hides nothing
 KNOWN = frozenset(

@@ -34,7 +34,7 @@ from blockdraft.targets.families import decoder_config, text_part
 from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import open_weights
 from blockdraft.types import LoadOptions
-from blockdraft_jax.cache import JaxCache, JaxTensor
+from blockdraft_jax.cache import JaxCache
 from blockdraft_jax.draft_runner import KNOWN, JaxDraftRunner, JaxHost
 from blockdraft_jax.model import (
     Array,
@@ -48,6 +48,7 @@ from blockdraft_jax.model import (
     load_params,
     local_layout,
 )
+from blockdraft_jax.tensor import JaxTensor
 
 RANK = None  # never chosen automatically
 

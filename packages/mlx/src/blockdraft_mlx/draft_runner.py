@@ -59,7 +59,6 @@ class MLXDraftRunner(TorchDraftRunner):
                 state.extend(store, nodes.transpose(1, 2))
 
     def block_pass(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
-        assert isinstance(state, MLXCache)
         config, kinds, count = self.config, self.described.layers, block.size(1)
         begin = 0 if window is None else max(min(state.lengths) - window, 0)
         masks = {span: self._block_mask(state, count, span, window, begin) for span in self._spans}
@@ -67,7 +66,7 @@ class MLXDraftRunner(TorchDraftRunner):
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             joined = [in_mlx(keys), in_mlx(values)]
             if max(state.lengths):
-                context = [state.read(store, 0, begin) for store in self.layer_stores(state, layer)]
+                context = [in_mlx(state.view(store)[0])[:, :, begin:] for store in self.layer_stores(state, layer)]
                 joined = [mx.concatenate(both, axis=2) for both in zip(context, joined, strict=True)]
             kind, scale = kinds[layer], config.head_dim**-0.5
             mask = masks[kind.causal, kind.window]
@@ -79,25 +78,11 @@ class MLXDraftRunner(TorchDraftRunner):
             normed: Tensor = self.network.norm(out)
             return normed
 
-    def copies(self, state: KVCache, skipped: int, room: int) -> list[Tensor]:
-        assert isinstance(state, MLXCache)
-        with computing():
-            arrays = [state.read(store, 0, skipped) for store in self.stores(state)]
-            return [MLXTensor(mx.pad(array, [(0, 0), (0, 0), (0, room), (0, 0)])) for array in arrays]
-
     def layer_stores(self, state: KVCache, layer: int) -> list[Tensor]:
         return state.layer(layer, *(self._empty(heads, size) for heads, size in self.network.cached))
 
     def hidden_store(self, state: KVCache) -> Tensor:
         return state.layer(len(self.described.layers), self._empty(1, self.config.hidden_size))[0]
-
-    def last_hidden_states(self, state: KVCache) -> Tensor:
-        with computing():
-            store = in_mlx(self.hidden_store(state))[0]
-            last = [start + max(length - 1, 0) for start, length in zip(state.starts, state.lengths, strict=True)]
-            hidden = store[mx.array(last)][:, None]
-            has_tokens = mx.array([length > 0 for length in state.lengths])[:, None, None]
-            return MLXTensor(mx.where(has_tokens, hidden, mx.zeros_like(hidden)))
 
     def _empty(self, heads: int, size: int) -> Tensor:
         return MLXTensor(in_mlx(torch.empty(1, heads, 1, size, dtype=self.dtype)))

@@ -223,6 +223,7 @@ def _attention(q: Array, k: Array, v: Array, attn_mask: Array | None = None, ena
 # Torch's functions by the names of MLX's that take the same arguments, with `axis` for `dim`.
 SAME = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "neg": "negative", "matmul": "matmul"}
 SAME |= {"amax": "max", "cat": "concatenate", "unsqueeze": "expand_dims", "transpose": "swapaxes", "chunk": "split"}
+SAME |= {"movedim": "moveaxis"}
 SAME |= {name: name for name in ("exp", "tanh", "softmax", "logsumexp", "cumsum", "stack", "squeeze")}
 SAME |= {name: name for name in ("flatten", "unflatten")}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -254,4 +255,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 # Functions whose results may share memory with their input in torch.
 VIEWS = {"__getitem__", "unsqueeze", "squeeze", "transpose", "mT", "expand", "flatten", "unflatten", "chunk", "unbind"}
-VIEWS |= {"to", "float"}
+VIEWS |= {"to", "float", "movedim"}

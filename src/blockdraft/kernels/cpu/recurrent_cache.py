@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.cpu.library import RecurrentFields
-from blockdraft.nn.cache import KVCache, StoreShape, bucket, part_of
+from blockdraft.nn.cache import StateCache, StoreShape, bucket, part_of
 from blockdraft.nn.decoder_config import RecurrentNet
 
 MAX_TRAIL = 64  # nodes of the longest chain whose trail is kept; the state after a longer one is kept instead
@@ -117,7 +117,7 @@ class RowStates:
     shared: bool = False
 
 
-class CompiledRecurrentCache(KVCache):
+class CompiledRecurrentCache(StateCache):
     """Keys and values, and the states of recurrent layers after each sequence's committed tokens.
 
     A forward pass changes no state beyond the committed tokens. For few nodes it leaves a trail, from which the next
@@ -138,19 +138,6 @@ class CompiledRecurrentCache(KVCache):
         self.rows: dict[int, RowStates] = {}  # by first slot; no entry without forward passes
         # By first slot and number of tokens, the least recently used first. Several sequences may have the same.
         self._checkpoints: OrderedDict[tuple[int, int], StateCheckpoint] = OrderedDict()
-
-    def close(self, start: int) -> None:
-        super().close(start)
-        self._forget(start)
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        assert all(new in (0, old) for new, old in zip(lengths, self.lengths, strict=True)), (
-            "a recurrent state cannot be truncated"
-        )
-        super().truncate(lengths)
-        for start, length in zip(self.starts, lengths, strict=True):
-            if length == 0:
-                self._forget(start)
 
     def shrink(self, start: int, capacity: int) -> None:
         """Free a sequence's KV slots from the `capacity`th on, and the tokens in them.
@@ -247,7 +234,7 @@ class CompiledRecurrentCache(KVCache):
         """Bytes of all checkpoints."""
         return sum({id(checkpoint): checkpoint.nbytes for checkpoint in self._checkpoints.values()}.values())
 
-    def _forget(self, start: int) -> None:
+    def forget(self, start: int) -> None:
         self.rows.pop(start, None)
         for count in self.checkpoint_lengths(start):
             del self._checkpoints[start, count]

@@ -46,6 +46,10 @@ class CapturedDecoder(TorchDecoder):
     def slots_for(self, tokens: int) -> int:
         return room(tokens)
 
+    def compile_at_once(self) -> None:
+        if self.compiler is not None:
+            self.compiler.compile_at_once()
+
     def forward(
         self,
         tokens: Tensor,

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.decode.distributions import best_tokens
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.formats import read_drafter
 from blockdraft.nn.cache import SequenceState
