@@ -345,7 +345,7 @@ class KVCache(SequenceState):
         at = torch.arange(end).repeat(len(self.starts), 1)
         own = torch.tensor(self.lengths)[:, None] + count
         slots = torch.where(at < own, at, 0) + torch.tensor(self.starts)[:, None]
-        taken = memory.index_select(-2, send(slots.flatten(), memory.device)).unflatten(-2, slots.shape)
+        taken: Tensor = memory.index_select(-2, send(slots.flatten(), memory.device)).unflatten(-2, slots.shape)
         return taken.movedim(-4, -3)
 
     def put(self, memory: Tensor, copied: Tensor, count: int) -> None:
