@@ -134,8 +134,9 @@ wheel: .venv/.installed
 
 # The constraints name one torch release, which comes from the package index that pip is set up with.
 # Set-up runs again only when one of these files changes. `make demo` needs the core alone.
-PACKAGES = packages/train packages/diffusion packages/radar packages/jax packages/mlx
-PROJECTS = pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml)
+EVERYWHERE = tools bench compat train diffusion radar
+PROJECTS = pyproject.toml constraints.txt $(EVERYWHERE:%=packages/%/pyproject.toml) packages/jax/pyproject.toml packages/mlx/pyproject.toml
+EDITABLE = $(EVERYWHERE:%=-e packages/%)
 INSTALL = $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
 .venv/.core: pyproject.toml constraints.txt
@@ -146,7 +147,7 @@ INSTALL = $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
 # The backends jax and mlx bring their libraries only in environments of their own.
 .venv/.installed: .venv/.core $(PROJECTS)
-	$(INSTALL) -e ".[dev]" -e packages/train -e packages/diffusion -e packages/radar -e examples/plugin
+	$(INSTALL) -e ".[dev]" $(EDITABLE) -e examples/plugin
 	$(INSTALL) --no-deps -e packages/jax -e packages/mlx
 	touch $@
 
@@ -158,7 +159,7 @@ INSTALL = $(PIP) install --quiet -c constraints.txt --no-build-isolation
 	$(PYTHON) -m venv .venv-peers
 	grep -vE '^(datasets|dill|fsspec|huggingface_hub|multiprocess|tqdm|transformers)==' constraints.txt > .venv-peers/constraints.txt
 	$(PIP) install --quiet -c .venv-peers/constraints.txt setuptools
-	$(PIP) install --quiet --no-compile -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]" -e packages/train -e packages/diffusion -e packages/radar
+	$(PIP) install --quiet --no-compile -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]" $(EDITABLE)
 	$(PIP) uninstall --quiet --yes torchaudio torchvision
 	touch $@
 
@@ -168,7 +169,7 @@ MLX_PEERS = mlx-dspark==0.20.3 mlx-vlm==0.7.10 dflash-mlx==0.1.8 dflash==0.1.0
 .venv-mlx/.installed: $(PROJECTS)
 	$(PYTHON) -m venv .venv-mlx
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]" -e packages/train -e packages/diffusion -e packages/radar -e packages/mlx
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]" $(EDITABLE) -e packages/mlx
 	test "$$(uname)" = Darwin || $(PIP) install --quiet "mlx[cpu]"
 	$(PIP) install --quiet --no-deps $(MLX_PEERS)
 	touch $@
@@ -177,7 +178,7 @@ MLX_PEERS = mlx-dspark==0.20.3 mlx-vlm==0.7.10 dflash-mlx==0.1.8 dflash==0.1.0
 .venv-jax/.installed: $(PROJECTS)
 	$(PYTHON) -m venv .venv-jax
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]" -e packages/train -e packages/diffusion -e packages/radar -e packages/jax
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]" $(EDITABLE) -e packages/jax
 	touch $@
 
 .venv-clients/.installed: tests/clients/requirements.txt

@@ -1,4 +1,4 @@
-"""Build source archives and wheels of all six distributions in dist/, and try the wheels: `make wheel`.
+"""Build source archives and wheels of all distributions in dist/, and try the wheels: `make wheel`.
 
 The wheel of the core holds kernels compiled for common processors (`kernels/cpu/prebuilt.py`). Everything is built in
 `build/wheel` from the files that git tracks, so no library stays in the working tree. The wheels are then installed
@@ -175,8 +175,8 @@ def check_packages(environment: Environment) -> None:
 def needed_by(name: str) -> list[str]:
     """Return a distribution and those of this project that it needs, the core first."""
     text = (ROOT / FOLDERS[name] / "pyproject.toml").read_text(encoding="utf-8")
-    others = [other for other in FOLDERS if other != name and f'"{other}==' in text]
-    return [*others, name]
+    direct = [other for other in FOLDERS if f'"{other}==' in text]
+    return list(dict.fromkeys([*(further for other in direct for further in needed_by(other)), name]))
 
 
 def main() -> None:

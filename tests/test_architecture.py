@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 # From the ground up. A module may import its own package and lower groups.
 LAYERS = [
     {"errors", "machine", "plugins", "timing"},
-    {"text_files"},
+    {"text_files", "prompt_sets"},
     {"settings", "folders", "diskcache", "chat_text"},
     {"types", "models"},
     {"decode"},
@@ -27,9 +27,6 @@ LAYERS = [
     {"targets"},
     {"drafters"},
     {"engine"},
-    {"evaluation"},
-    {"compat", "tools.inspect", "tools.export"},
-    {"tools", "tools.quantize"},
     {"serving"},
     {"cli"},
 ]
@@ -61,8 +58,8 @@ PARTS = {
     "drafter": "drafters",
 }
 
-# Modules that name a kind of drafter: the registry, a value in z-lab's files, and a layout.
-NAMING = {"blockdraft.plugins", "blockdraft.formats.zlab", "blockdraft.tools.inspect.drafters"}
+# Modules that name a kind of drafter: the registry, and a value in z-lab's files.
+NAMING = {"blockdraft.plugins", "blockdraft.formats.zlab"}
 
 ROOT = Path(__file__).parents[1]
 # What packages import that docs/plugins.md does not call public, and why.
@@ -74,7 +71,17 @@ EXCEPTIONS = {
     "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",
     "blockdraft.kernels.cpu.build": "Radar asks whether kernels are compiled for this machine",
 }
-PACKAGES = ("train", "diffusion", "radar", "jax", "mlx")
+# Packages, and those of this project that each imports.
+PACKAGES: dict[str, set[str]] = {
+    "tools": set(),
+    "bench": set(),
+    "compat": set(),
+    "train": {"blockdraft_bench", "blockdraft_tools"},
+    "diffusion": {"blockdraft_tools", "blockdraft_train"},
+    "radar": set(),
+    "jax": set(),
+    "mlx": set(),
+}
 
 
 class Module(NamedTuple):
@@ -98,7 +105,7 @@ def layer_of(name: str) -> str:
     if path[:1] == ["drafters"] and len(path) == 3:
         return PARTS.get(path[2], f"a part {path[2]} of drafters")
     two = ".".join(path[:2])
-    return two if path[:1] in (["tools"], ["kernels"]) or two in HEIGHT else unit_of(name)
+    return two if path[:1] == ["kernels"] or two in HEIGHT else unit_of(name)
 
 
 def folder_of(name: str) -> str | None:
@@ -171,17 +178,13 @@ def circles(modules: Sequence[Module]) -> list[tuple[str, ...]]:
 
 
 def named_plugins(modules: Sequence[Module]) -> list[str]:
-    """Return imports of one drafter's or one target's own file from outside its package.
-
-    The interface of z-lab's package has DFlash and DFlash2 alone, so it imports their networks.
-    """
+    """Return imports of one drafter's or one target's own file from outside its package."""
     return [
         f"{module.name} names {name}; use blockdraft.{unit} or blockdraft.{unit}.base"
         for module, name in imports(modules)
         if (unit := unit_of(name)) in ("drafters", "targets")
         and unit != module.unit
         and name not in (f"blockdraft.{unit}", f"blockdraft.{unit}.base")
-        and not (module.name == "blockdraft.compat.zlab" and name.endswith(".network"))
     ]
 
 
@@ -280,7 +283,7 @@ def imported_names(node: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_what_is_public(package: str) -> None:
-    allowed = {"train": set(), "diffusion": {"blockdraft_train"}}.get(package, set()) | {f"blockdraft_{package}"}
+    allowed = PACKAGES[package] | {f"blockdraft_{package}"}
     core = read_modules()
     used = {
         name for module, name in imports([*core, *modules_of(package)]) if module.name.split(".")[0] != "blockdraft"
@@ -318,8 +321,8 @@ def test_a_public_class_has_its_name_alone() -> None:
 
 def test_public_names_resolve() -> None:
     assert " ".join(sorted(blockdraft.__all__)) == (
-        "Completion DFlashConfig DFlashGenerationMixin Drafter Drafting Engine Grammar LoadOptions RequestDrafting "
-        "SamplingParams Target load_drafter load_target"
+        "Completion Drafter Drafting Engine Grammar LoadOptions RequestDrafting SamplingParams Target load_drafter "
+        "load_target"
     )
     assert all(getattr(blockdraft, name) is not None for name in blockdraft.__all__)
 
@@ -373,7 +376,7 @@ def test_named_plugins_and_kinds_are_reported() -> None:
         assert len(named_plugins([*SMALL, Module("blockdraft.engine.stats", source)])) == 1
     assert not named_plugins([*SMALL, Module("blockdraft.cli.chat", "from blockdraft.drafters import load_drafter")])
     asking = "def f(x): return isinstance(x, (int, network.DFlashNetwork))"
-    [report] = kinds_asked_for([*SMALL, Module("blockdraft.tools.inspect.look", asking)])
-    assert report.startswith("blockdraft.tools.inspect.look asks whether something is a DFlashNetwork of dflash")
+    [report] = kinds_asked_for([*SMALL, Module("blockdraft.engine.stats", asking)])
+    assert report.startswith("blockdraft.engine.stats asks whether something is a DFlashNetwork of dflash")
     assert kinds_asked_for([*SMALL, Module("blockdraft.drafters.dflash.drafter", asking)]) == []
     assert kinds_named([Module("blockdraft.engine.step", "SERIAL = {'mtp'}")], {"mtp"}) == {"blockdraft.engine.step"}

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 
 import blockdraft
 from blockdraft import cli
-from blockdraft.evaluation.methods import parse_methods
-from blockdraft.evaluation.settings import MeasureSettings
 from blockdraft.serving.metrics import PREFIX, Metrics
 from blockdraft.serving.openai.chat import ChatRequest
 from blockdraft.settings import from_text, read_settings
 from blockdraft.types import Drafting
+from blockdraft_bench.methods import parse_methods
+from blockdraft_bench.settings import MeasureSettings
 from blockdraft_diffusion.settings import DiffusionRecipe
 from blockdraft_train.variant import find_variant
 

@@ -29,8 +29,8 @@ from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.report import table, write_files
 
 from blockdraft.engine import loops
-from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.models.places import located
+from blockdraft.prompt_sets import read_prompt_sets
 
 METHODS = ("plain", "chain", "tree")
 MIN = 4  # prompts per measurement, one after the other if the batch is smaller

@@ -24,8 +24,8 @@ from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine.adaptive.costs import Probe
-from blockdraft.evaluation.results import hardware
 from blockdraft.targets import Target
+from blockdraft_bench.results import hardware
 
 BACKENDS = ("hf", "native", "captured", "compiled")
 

@@ -39,10 +39,10 @@ from benchmarks.peers.registry import DFLASH, LLAMA, REFERENCE, choose
 from blockdraft.cli import display
 from blockdraft.drafters import entries
 from blockdraft.engine.text import encode
-from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.evaluation.results import hardware
 from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.prompt_sets import read_prompt_sets
 from blockdraft.targets import BUNDLED, TargetText, load_target_text
+from blockdraft_bench.results import hardware
 
 UNFINISHED = BUILD / "unfinished"
 

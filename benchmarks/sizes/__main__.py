@@ -31,7 +31,7 @@ from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, 
 from benchmarks.sizes.widen import TARGET
 
 from blockdraft.engine.text import encode
-from blockdraft.evaluation.prompts import read_prompt_sets
+from blockdraft.prompt_sets import read_prompt_sets
 from blockdraft.targets import load_target_text
 
 QUICK = {

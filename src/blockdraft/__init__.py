@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
     from blockdraft.drafters import Drafter, load_drafter
     from blockdraft.engine import Completion, Engine
     from blockdraft.targets import Target, load_target
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
 # Imported at first use, so that the command line starts without torch.
 _HOMES = {
     "Completion": "engine",
-    "DFlashConfig": "compat",
-    "DFlashGenerationMixin": "compat",
     "Drafter": "drafters",
     "Drafting": "types",
     "Engine": "engine",
@@ -29,8 +26,6 @@ _HOMES = {
 
 __all__ = [
     "Completion",
-    "DFlashConfig",
-    "DFlashGenerationMixin",
     "Drafter",
     "Drafting",
     "Engine",

@@ -21,6 +21,9 @@ COMMANDS, DRAFTERS, TARGETS, PAGES, RECORDERS = (
 
 # What this project's other packages bring, for messages about what is not installed.
 PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
+    "blockdraft-tools": {COMMANDS: ("inspect", "quantize", "export")},
+    "blockdraft-bench": {COMMANDS: ("bench", "bench server")},
+    "blockdraft-compat": {},
     "blockdraft-train": {
         COMMANDS: ("fit", "prompts", "data", "hidden-states", "train", "doctor"),
         RECORDERS: ("folder",),

@@ -36,9 +36,6 @@ DEFAULT_COMPILE: Compile = "auto"
 CPU_BLOCK_SIZE = 4
 Quantize: TypeAlias = Literal["int8", "int4", "fp8"]  # quantization of a target's weights
 KVDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]  # of its keys and values
-# Type of the matrices in GGUF files. The default is exact for a model in bfloat16.
-GGUFWeights: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
 RECORD_BYTES = 4 * 2**30  # usual limit of recorded conversations
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]

@@ -21,14 +21,13 @@ from blockdraft.errors import UsageError
 from blockdraft.targets import (
     Target,
     TargetOutput,
-    gguf_architecture,
     load_target,
     load_target_text,
     open_checkpoint,
-    tokenizer_metadata,
-    write_gguf_target,
 )
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_tools.gguf.targets import gguf_architecture, write_gguf_target
+from blockdraft_tools.gguf.tokenizers import tokenizer_metadata
 
 GREEDY = SamplingParams(33, ignore_eos=True)
 PROMPTS = [[(5 * i * i + 7 * row) % 60 + 4 for i in range(1 + 3 * row)] for row in range(7)]

@@ -34,9 +34,9 @@ from blockdraft.models.catalogue import known
 from blockdraft.models.places import folder_place
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import BUNDLED, Target, load_target
-from blockdraft.tools.quantize.run import quantize
-from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.types import SamplingParams
+from blockdraft_tools.quantize.run import quantize
+from blockdraft_tools.quantize.settings import QuantizeSettings
 
 KINDS = {
     "bidirectional": (LayerAttention(False, None),) * 2,

@@ -14,9 +14,9 @@ from training_fixtures import interrupted_at
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.formats import layouts
 from blockdraft.settings import read_settings
-from blockdraft.tools.export import ExportFormat, convert, export
-from blockdraft.tools.inspect import inspect
 from blockdraft.types import Drafting
+from blockdraft_tools.export import ExportFormat, convert, export
+from blockdraft_tools.inspect import inspect
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.doctor.examine import examine

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from blockdraft.formats import Checkpoint, find_layout, read_drafter
 from blockdraft.targets import load_target
-from blockdraft.tools.export import convert, format_for
-from blockdraft.tools.quantize.run import quantize
+from blockdraft_tools.export import convert, format_for
+from blockdraft_tools.quantize.run import quantize
 
 pytestmark = pytest.mark.openvino
 THETA = 300_000.0  # no class's default

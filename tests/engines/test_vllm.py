@@ -21,10 +21,10 @@ import smollm2
 from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, prompts
 
 from blockdraft.drafters import TINY_DRAFTER
-from blockdraft.evaluation.servers.metrics import parse
 from blockdraft.targets import BUNDLED, load_target
-from blockdraft.tools.export import convert, format_for
-from blockdraft.tools.inspect import inspect
+from blockdraft_bench.servers.metrics import parse
+from blockdraft_tools.export import convert, format_for
+from blockdraft_tools.inspect import inspect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 FEW = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]

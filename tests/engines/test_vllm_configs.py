@@ -15,8 +15,8 @@ from same_drafts import environment
 from blockdraft.formats import zlab
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.targets import load_target
-from blockdraft.tools.export import convert, format_for
-from blockdraft.tools.inspect import inspect
+from blockdraft_tools.export import convert, format_for
+from blockdraft_tools.inspect import inspect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 WINDOW = 64

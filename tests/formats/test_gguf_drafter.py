@@ -10,11 +10,13 @@ import torch
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter, zlab
-from blockdraft.formats.gguf import open_gguf, write_gguf
-from blockdraft.formats.gguf.drafter import drafter_config, drafter_metadata, write_drafter
+from blockdraft.formats.gguf import open_gguf
+from blockdraft.formats.gguf.drafter import drafter_config
 from blockdraft.formats.stored import stored
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import LayerAttention
+from blockdraft_tools.gguf.drafters import drafter_metadata, write_drafter
+from blockdraft_tools.gguf.files import write_gguf
 
 Make = Callable[..., Checkpoint]
 KINDS = ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir"]

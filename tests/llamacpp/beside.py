@@ -15,8 +15,8 @@ from benchmarks.peers.adapters.llama_cpp import PROGRAM
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import load_target
-from blockdraft.tools.export import ExportedGGUF
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_tools.export import ExportedGGUF
 
 TOKENS = 64
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from blockdraft.drafters.eagle3.layout import tensor_shapes
 from blockdraft.formats import Checkpoint, find_layout, read_drafter
 from blockdraft.targets import BUNDLED as TARGET
-from blockdraft.tools.export import export_gguf
+from blockdraft_tools.export import export_gguf
 
 pytestmark = pytest.mark.llamacpp
 DRAFT_CHOICE, NEAR = 7, 0.03

@@ -25,7 +25,7 @@ from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import BUNDLED as TARGET
-from blockdraft.tools.export import export_gguf
+from blockdraft_tools.export import export_gguf
 
 pytestmark = pytest.mark.llamacpp
 DRAFTER = TINY_DRAFTER

@@ -12,8 +12,6 @@ import pytest
 from blockdraft.cli.target import DrafterSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.methods import parse_methods
-from blockdraft.evaluation.speed import load_methods
 from blockdraft.models import (
     bundled_drafter,
     default_target,
@@ -24,8 +22,10 @@ from blockdraft.models import (
     places,
 )
 from blockdraft.targets import BUNDLED, describe_target, load_target, load_target_text, open_checkpoint
-from blockdraft.tools.export import format_for
-from blockdraft.tools.inspect import inspect
+from blockdraft_bench.methods import parse_methods
+from blockdraft_bench.speed import load_methods
+from blockdraft_tools.export import format_for
+from blockdraft_tools.inspect import inspect
 
 
 @pytest.fixture

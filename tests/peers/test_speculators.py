@@ -17,8 +17,8 @@ from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.torch_runner import CachedAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
-from blockdraft.tools.export import ExportFormat, convert, export
 from blockdraft.types import SamplingParams
+from blockdraft_tools.export import ExportFormat, convert, export
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its imports

@@ -12,9 +12,9 @@ from blockdraft.formats import read_config, read_drafter
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.targets import as_target, load_target, target_fingerprint
 from blockdraft.targets.fingerprint import other_target_warning, weights_fingerprint
-from blockdraft.tools.export import convert, export, format_for
-from blockdraft.tools.quantize.run import quantize
-from blockdraft.tools.quantize.settings import QuantizeSettings
+from blockdraft_tools.export import convert, export, format_for
+from blockdraft_tools.quantize.run import quantize
+from blockdraft_tools.quantize.settings import QuantizeSettings
 
 
 @pytest.fixture(scope="module")

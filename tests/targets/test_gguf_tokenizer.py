@@ -23,9 +23,10 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
-from blockdraft.targets import BUNDLED, TargetText, load_target, load_target_text, tokenizer_metadata
+from blockdraft.targets import BUNDLED, TargetText, load_target, load_target_text
 from blockdraft.targets.gguf.tokenizer import SPLITS, end_ids, gguf_tokenizer
 from blockdraft.types import SamplingParams
+from blockdraft_tools.gguf.tokenizers import tokenizer_metadata
 from blockdraft_train.data.token_data import tokenizer_fingerprint
 
 TEXTS = (

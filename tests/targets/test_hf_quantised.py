@@ -11,9 +11,9 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
-from blockdraft.tools.quantize.run import quantize
-from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_tools.quantize.run import quantize
+from blockdraft_tools.quantize.settings import QuantizeSettings
 
 PROMPTS = [[5, 9, 3, 5, 9], [4, 60, 33, 12, 9, 4, 60]]
 GREEDY = SamplingParams(10, ignore_eos=True)

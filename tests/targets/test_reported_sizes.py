@@ -6,7 +6,7 @@ import pytest
 from tiny_families import write_model
 
 from blockdraft.targets import load_target
-from blockdraft.tools.inspect import inspect
+from blockdraft_tools.inspect import inspect
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gemma4_text", "gpt_oss"])

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
 from blockdraft.targets import load_target, target_fingerprint
-from blockdraft.tools.quantize.run import quantize
-from blockdraft.tools.quantize.settings import QuantizeSettings
+from blockdraft_tools.quantize.run import quantize
+from blockdraft_tools.quantize.settings import QuantizeSettings
 
 peft: Any = pytest.importorskip("peft")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from blockdraft.tools.export import gguf_source
+from blockdraft_tools.export import gguf_source
 
 HOME = Path(__file__).parents[3] / "build" / "peers" / "llama_cpp"
 PROGRAM = HOME / "build" / "llama_peer"

@@ -14,16 +14,12 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.bench import bench, bench_server
 from blockdraft.cli.chat import chat
 from blockdraft.cli.demo import demo
-from blockdraft.cli.export import export
 from blockdraft.cli.generate import generate
-from blockdraft.cli.inspect import inspect
 from blockdraft.cli.machine import cache, calibrate, env
 from blockdraft.cli.models import models, pull
-from blockdraft.cli.options import MACHINE, MAKE, MEASURE, RUN, Commands, CommandSpec
-from blockdraft.cli.quantize import quantize
+from blockdraft.cli.options import MACHINE, MEASURE, RUN, Commands, CommandSpec
 from blockdraft.cli.serve import serve
 from blockdraft.errors import BlockdraftError
 from blockdraft.folders import FULL
@@ -39,16 +35,7 @@ Commands.specs = {
     "demo": CommandSpec(demo, RUN),
     "models": CommandSpec(models, RUN),
     "pull": CommandSpec(pull, RUN),
-    "quantize": CommandSpec(quantize, RUN, common="out bits calibrate"),
-    "export": CommandSpec(export, MAKE, common="out target format type"),
-    "bench": CommandSpec(
-        bench, MEASURE, common="target drafter prompts limit methods max_new_tokens temperature repeats out profile"
-    ),
-    "bench server": CommandSpec(
-        bench_server, MEASURE, common="against prompts limit concurrency max_new_tokens temperature out"
-    ),
     "calibrate": CommandSpec(calibrate, MEASURE, common="target drafter batch_size anew as_json"),
-    "inspect": CommandSpec(inspect, MACHINE),
     "env": CommandSpec(env, MACHINE),
     "cache": CommandSpec(cache, MACHINE),
 }

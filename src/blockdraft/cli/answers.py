@@ -12,11 +12,11 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from blockdraft.cli.display import new_table
 from blockdraft.drafters import Drafter
 from blockdraft.engine import Chunk, Completion, Engine
 from blockdraft.engine.text import AnswerText, encode, end_token_ids
 from blockdraft.errors import counted
-from blockdraft.evaluation.tables import new_table
 from blockdraft.types import Prompt, SamplingParams
 
 DRAFTED = "green"

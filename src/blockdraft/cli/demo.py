@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.display import BYTES, progress, standard, tell
+from blockdraft.cli.display import BYTES, new_table, progress, standard, tell
 from blockdraft.cli.target import load
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.tables import new_table
 from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -162,7 +162,7 @@ def _answer_all(engine: Engine, prompts: Sequence[Prompt], params: SamplingParam
 
 
 def read_prompts(path: Path) -> list[str]:
-    from blockdraft.evaluation.prompts import read_prompt_sets
+    from blockdraft.prompt_sets import read_prompt_sets
 
     [prompts] = read_prompt_sets([path])
     return list(prompts.prompts)

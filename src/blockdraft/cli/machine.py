@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli.display import standard, tell
-from blockdraft.cli.options import Only, add
+from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.options import add
 from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings
 from blockdraft.errors import UsageError, counted
-from blockdraft.evaluation.settings import MeasureSettings
-from blockdraft.evaluation.tables import new_table
+from blockdraft.settings import Count, settings
 
 if TYPE_CHECKING:
     from blockdraft.engine import Costs
@@ -34,7 +34,6 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
-CALIBRATED = MeasureSettings(batch_size=16)
 
 MAX_GIGABYTES = 1_000_000
 RECENT_SECONDS = 3600.0  # in which a partial file may still be written
@@ -190,12 +189,19 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
+@settings
+class CalibrateSettings:
+    """What `blockdraft calibrate` measures."""
+
+    batch_size: Count = Field(16, description="Number of prompts decoded together.")
+    anew: bool = Field(False, description="Measure again, even if stored times exist.")
+
+
 def calibrate(
     *,
     model: DecodingTarget,
     drafter: DrafterSettings,
-    options: Annotated[MeasureSettings, Only("batch_size")] = CALIBRATED,
-    anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if stored times exist.")] = False,
+    options: CalibrateSettings,
     as_json: AsJson = False,
 ) -> None:
     """Measure the times of decoding steps on this machine, or show the stored ones.
@@ -214,7 +220,7 @@ def calibrate(
     chosen = drafter.drafter or default_drafter(target.path, alone=True)
     loaded = load_drafter(chosen, target=target, draft_vocab=drafter.draft_vocab)
     file = stored_costs.path(target, loaded)
-    costs = None if anew else stored_costs.load(file)
+    costs = None if options.anew else stored_costs.load(file)
     if costs is None:
         probe, others = Probe(target, loaded), OtherWork()
         costs = stored_costs.measure(probe, loaded.block_size, options.batch_size, target.max_context, tell)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from blockdraft.cli.display import BYTES, print_facts, progress, standard, tell
+from blockdraft.cli.display import BYTES, new_table, print_facts, progress, standard, tell
 from blockdraft.cli.target import AsJson
-from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 
 if TYPE_CHECKING:

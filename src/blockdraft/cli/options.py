@@ -234,6 +234,7 @@ def _split(arguments: Sequence[str], known: set[str]) -> tuple[list[str], dict[s
 
 # Panels of the list of commands.
 RUN, MAKE, MEASURE, MACHINE = "Run models", "Make a drafter of your own", "Measure", "This machine"
+LISTED = {panel: place for place, panel in enumerate((RUN, MAKE, MEASURE, MACHINE))}
 
 
 @dataclass(frozen=True)
@@ -300,8 +301,14 @@ class Commands(TyperGroup):
 
     specs: ClassVar[Mapping[str, CommandSpec]] = {}
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    @property
+    def _names(self) -> list[str]:
         return [*self.specs, *(name for name in entry_points(COMMANDS) if name not in self.specs)]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        specs = {name: self._spec(name) for name in self._names}
+        panels = {name: LISTED.get(spec.panel, len(LISTED)) for name, spec in specs.items() if spec is not None}
+        return sorted(panels, key=panels.__getitem__)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands and (spec := self._spec(cmd_name)) is not None:
@@ -316,7 +323,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         words = " ".join(args[:2])
-        args = [words, *args[2:]] if words in self.specs else args
+        args = [words, *args[2:]] if words in self._names else args
         if self.get_command(ctx, args[0]) is None and (hint := install_hint(COMMANDS, args[0])) is not None:
             raise UsageError(f"The command {args[0]} is not installed; {hint} brings it.")
         return super().resolve_command(ctx, args)

@@ -15,9 +15,9 @@ from safetensors import safe_open
 
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
-from blockdraft.evaluation.prompts import SAMPLES
 from blockdraft.formats.gguf import gguf_outline, is_gguf
 from blockdraft.models import TINY
+from blockdraft.prompt_sets import SAMPLES
 from blockdraft.targets import Target
 from blockdraft.types import JOINT, RequestDrafting, SamplingParams
 

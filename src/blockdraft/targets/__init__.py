@@ -42,13 +42,10 @@ from blockdraft.targets.families import FAMILIES, decoder_config
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
 from blockdraft.targets.gguf import (
     causal_lm,
-    gguf_architecture,
     has_head,
     load_gguf_text,
     open_gguf_checkpoint,
     read_gguf_head,
-    tokenizer_metadata,
-    write_gguf_target,
 )
 from blockdraft.targets.model_config import AnyConfig, ModelConfig, make_config
 from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint
@@ -236,7 +233,6 @@ __all__ = [
     "device_and_dtype",
     "describe_target",
     "embedding_and_head",
-    "gguf_architecture",
     "has_head",
     "load_target",
     "load_target_text",
@@ -248,9 +244,7 @@ __all__ = [
     "runs_heads",
     "target_fingerprint",
     "other_target_warning",
-    "tokenizer_metadata",
     "weights_fingerprint",
     "with_draft_vocab",
     "without_tokenizer",
-    "write_gguf_target",
 ]

@@ -12,7 +12,7 @@ from benchmarks.peers import environments
 from benchmarks.peers.registry import LLAMA, PEERS, PLAIN, REFERENCE, choose
 from fakes import fake
 
-from blockdraft.tools.export import gguf_source
+from blockdraft_tools.export import gguf_source
 
 
 @pytest.fixture

@@ -13,13 +13,15 @@ from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
 from blockdraft.drafters.medusa.network import MedusaConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter
-from blockdraft.formats.engines import llama_cpp_line
-from blockdraft.formats.gguf import open_gguf, write_gguf
-from blockdraft.formats.gguf.drafter import drafter_config, drafter_metadata, write_drafter
+from blockdraft.formats.gguf import open_gguf
+from blockdraft.formats.gguf.drafter import drafter_config
 from blockdraft.formats.stored import stored
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.quantization import best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
+from blockdraft_tools.engines import llama_cpp_line
+from blockdraft_tools.gguf.drafters import drafter_metadata, write_drafter
+from blockdraft_tools.gguf.files import write_gguf
 
 KEPT = torch.tensor([0, 3, 4, 9, 62])
 CONFIG = Eagle3Config(

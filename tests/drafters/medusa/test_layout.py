@@ -17,7 +17,7 @@ from blockdraft.formats import Checkpoint, find_layout, layout_of, layouts, read
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import load_target
-from blockdraft.tools.export import ExportFormat, convert
+from blockdraft_tools.export import ExportFormat, convert
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, num_target_layers=3, num_heads=5)
 # As published: config.json states two heads and no architecture; the file holds five.

@@ -12,7 +12,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
 from blockdraft.targets import load_target
-from blockdraft.tools.export import ExportFormat, convert
+from blockdraft_tools.export import ExportFormat, convert
 
 
 def test_tensors_have_qwen3_nexts_names_and_norms(tiny_mtp_dir: Path) -> None:

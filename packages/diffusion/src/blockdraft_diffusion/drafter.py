@@ -35,7 +35,7 @@ from blockdraft_diffusion.folder import FAMILY_OF, load_model
 from blockdraft_diffusion.model import DiffusionModel, hide_mask_token
 
 if TYPE_CHECKING:
-    from blockdraft.tools.inspect import Report
+    from blockdraft_tools.inspect import Report
 
 PIECE = 512  # maximum tokens of a prompt to read at once, unless a block is larger
 
@@ -259,7 +259,7 @@ def load(path: Path, target: Target) -> BlockDiffusionDrafter:
 
 def inspect(folder: Path, raw: Mapping[str, Any]) -> Report:
     """Return the report of `blockdraft inspect` on a block-diffusion model."""
-    from blockdraft.tools.inspect import Report
+    from blockdraft_tools.inspect import Report
 
     files = sorted(folder.glob("*.safetensors"))
     with blaming(folder):

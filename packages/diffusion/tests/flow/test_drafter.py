@@ -9,12 +9,12 @@ from torch import Tensor
 from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.export import ExportFormat, convert, format_for
-from blockdraft.tools.inspect import inspect
 from blockdraft.types import SamplingParams
 from blockdraft_diffusion.flow.drafter import FlowDrafter
+from blockdraft_tools.export import ExportFormat, convert, format_for
+from blockdraft_tools.gguf.drafters import drafter_metadata
+from blockdraft_tools.inspect import inspect
 from blockdraft_train.doctor.checks import checker_of
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.7)

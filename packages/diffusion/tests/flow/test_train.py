@@ -11,9 +11,9 @@ from torch import Tensor
 
 from blockdraft.drafters import load_drafter
 from blockdraft.targets import Target
-from blockdraft.tools.export import ExportFormat, export
 from blockdraft_diffusion.flow.network import FlowConfig, FlowNetwork, mean_embedding, moved
 from blockdraft_diffusion.flow.train import FlowRecipe, FlowVariant, Moments, noise_std
+from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.loss import DraftLoss
 from blockdraft_train.objectives import Slots

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from blockdraft.cli.display import print_facts, standard, tell
+from blockdraft.cli.display import new_table, print_facts, standard, tell
 from blockdraft.cli.options import MACHINE, CommandSpec
 from blockdraft.cli.target import AsJson
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, settings
 
 if TYPE_CHECKING:

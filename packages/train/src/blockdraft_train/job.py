@@ -9,8 +9,8 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from blockdraft.targets import Target
-from blockdraft.tools.export import ExportFormat
 from blockdraft.types import Prompt
+from blockdraft_tools.export import ExportFormat
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.progress import Progress
 from blockdraft_train.recipe import Recipe

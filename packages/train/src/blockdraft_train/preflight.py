@@ -20,7 +20,7 @@ from blockdraft.formats import Trained, check_writable, read_config
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
-from blockdraft.tools.export import ExportFormat
+from blockdraft_tools.export import ExportFormat
 from blockdraft_train.batches import Documents
 from blockdraft_train.data.documents import TokenData, grown_since, read_state
 from blockdraft_train.data.target_layers import target_hidden_states

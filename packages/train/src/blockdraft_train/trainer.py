@@ -19,7 +19,7 @@ from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import clear_remains
 from blockdraft.formats import check_writable
 from blockdraft.machine import wait_for
-from blockdraft.tools.export import ExportFormat, export
+from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train import checkpoints, preflight
 from blockdraft_train.batches import Batch, Batches
 from blockdraft_train.graceful_shutdown import Stopped, StopSignals, clear_finish_request

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.targets import load_target
-from blockdraft.tools.export import ExportFormat, convert
+from blockdraft_tools.export import ExportFormat, convert
 from blockdraft_train.fit.card import engines, usage
 from blockdraft_train.fit.steps import Where
 

@@ -13,8 +13,8 @@ from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target
-from blockdraft.tools.export import ExportFormat, export
 from blockdraft.types import SamplingParams
+from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train.dflash_pass import draft_hidden
 from blockdraft_train.objectives import Slots
 from blockdraft_train.variants.dflash2 import DFlash2Recipe, DFlash2Variant, selector_losses

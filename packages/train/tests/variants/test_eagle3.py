@@ -14,8 +14,8 @@ from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.tools.export import ExportFormat, export
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.data.documents import Document, TokenData, read_data
 from blockdraft_train.data.hidden_states import HiddenStateSettings, plan_hidden_states

@@ -12,7 +12,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.mtp.network import MTPNetwork
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target
-from blockdraft.tools.export import ExportFormat, export
+from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.objectives import slot_weights
 from blockdraft_train.variants.mtp import MTPRecipe, MTPVariant

@@ -1,4 +1,4 @@
-"""GGUF files, the format of llama.cpp: `files.py` reads them, `write.py` writes them, `drafter.py` converts drafters.
+"""GGUF files, the format of llama.cpp: `files.py` reads them, `drafter.py` reads drafters.
 
 `kinds.py` finds the kinds of drafters in the `gguf.py` of their folders. `targets/gguf` converts targets.
 """
@@ -16,7 +16,6 @@ from blockdraft.formats.gguf.files import (
     read_header,
     read_values,
 )
-from blockdraft.formats.gguf.write import new_files, write_gguf
 
-__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "bytes_held", "dense", "gguf_outline", "is_gguf", "new_files"]
-__all__ += ["open_gguf", "read_header", "read_values", "usual_block", "write_gguf"]
+__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "bytes_held", "dense", "gguf_outline", "is_gguf"]
+__all__ += ["open_gguf", "read_header", "read_values", "usual_block"]

@@ -14,7 +14,7 @@ from gguf import ExpertGatingFuncType
 from torch import Tensor
 
 from blockdraft.formats.gguf import GGUFFile, GGUFTensor
-from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS, rope_metadata
+from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.model_config import AnyConfig, make_config
@@ -578,46 +578,6 @@ def gemma4_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[s
         "use_double_wide_mlp": double,
         "vocab_size_per_layer_input": tables[0] if size else fields["vocab_size"],
     }
-
-
-def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
-    """Return the metadata of a supported model by keys without the architecture, one of `ARCHITECTURES`.
-
-    Settings without a key in GGUF are left out.
-
-    Raises:
-        UsageError: GGUF has no keys for the rotary embeddings.
-    """
-    rope: Mapping[str, Any] = config.rope_parameters
-    full = rope.get("full_attention") or rope
-    metadata: dict[str, Any] = {
-        "vocab_size": wanted.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": wanted.hidden_size,
-        "block_count": len(wanted.layers),
-        "feed_forward_length": wanted.intermediate_size,
-        "attention.head_count": wanted.num_heads,
-        "attention.head_count_kv": wanted.num_kv_heads,
-        "attention.key_length": wanted.head_dim,
-        "attention.value_length": wanted.head_dim,
-        "attention.layer_norm_rms_epsilon": float(wanted.norm_eps),
-        "rope.dimension_count": wanted.rotated,
-        **rope_metadata(full["rope_theta"], full),
-    }
-    if config.model_type == "granite":
-        metadata |= {key: float(getattr(config, field)) for field, (key, _) in GRANITE_SCALES.items()}
-        metadata["attention.scale"] = float(config.attention_multiplier)
-    if config.model_type == "phi3":
-        metadata["attention.sliding_window"] = config.sliding_window or 0
-    if wanted.post_norms and len(wanted.windows) > 1:  # Gemma 2 and 3, OLMo 3
-        windows = [kind.window for kind in wanted.layers]
-        metadata |= {"attention.sliding_window": config.sliding_window}
-        metadata |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
-        caps = {"attn_logit_softcapping": wanted.attention_softcap, "final_logit_softcapping": wanted.final_softcap}
-        metadata |= {key: float(cap) for key, cap in caps.items() if cap is not None}
-        if "sliding_attention" in rope and config.model_type != "olmo3":
-            metadata["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
-    return metadata
 
 
 def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:

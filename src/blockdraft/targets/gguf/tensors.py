@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import gguf
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held, dense, read_values
 from blockdraft.formats.gguf.blocks import empty_interleaved
-from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired, rope_factors
-from blockdraft.formats.stored import StoredTensor, stored
+from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Rope
 from blockdraft.nn.packed import PackedWeight
@@ -266,37 +264,6 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
         candidates = (known.get_name(spelling, (".weight", ".bias", ".scale")) for spelling in spellings)
         names[name] = next((theirs for theirs in candidates if theirs is not None), SPLIT.sub(SPLIT_NAME, shown))
     return names
-
-
-def gguf_tensors(
-    architecture: str, config: DecoderConfig, tensors: Mapping[str, StoredTensor], factors_of: float | None
-) -> dict[str, StoredTensor]:
-    """Return the tensors for a file of this architecture, by their names there.
-
-    Args:
-        tensors: Tensors of the decoder by our names.
-        factors_of: Base of rotary embeddings, if the file stores a factor for each frequency.
-    """
-    orders, written = row_orders(architecture, config), dict[str, StoredTensor]()
-    for ours, theirs in our_names(architecture, config).items():
-        tensor = tensors[ours]
-        if ours in orders:
-            tensor = replace(tensor, read=partial(_in_file_order, tensor, orders[ours]))
-        elif config.norm_plus_one and ours.endswith("norm.weight"):
-            tensor = replace(tensor, kind="F32", read=partial(_plus_one, tensor))
-        written[theirs] = tensor
-    if factors_of is not None:
-        frequencies = torch.tensor(config.layers[0].rope.inverse_frequencies)
-        written[ROPE_FACTORS] = stored(rope_factors(factors_of, frequencies))
-    return written
-
-
-def _in_file_order(tensor: StoredTensor, order: Tensor) -> Tensor:
-    return tensor.tensor()[order.argsort()]
-
-
-def _plus_one(tensor: StoredTensor) -> Tensor:
-    return tensor.tensor().float() + 1
 
 
 def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:

@@ -10,13 +10,12 @@ import typer
 from pydantic import Field
 
 from blockdraft.cli import display
-from blockdraft.cli.display import standard, tell
+from blockdraft.cli.display import SHARES, new_table, percents, standard, tell
 from blockdraft.cli.options import DRAFTING, MEASURE, MODEL, CommandSpec, Only
 from blockdraft.cli.target import TARGET, AsJson, DecodingSettings, Files, threads_in_words
-from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
-from blockdraft.evaluation.settings import MeasureSettings
-from blockdraft.evaluation.tables import SHARES, new_table, percents
+from blockdraft.prompt_sets import SAMPLES, read_prompt_sets
 from blockdraft.settings import Count, Flag, settings
+from blockdraft_bench.settings import MeasureSettings
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,11 +10,10 @@ import typer
 from pydantic import Field
 
 from blockdraft.cli import display
-from blockdraft.cli.display import standard, tell
+from blockdraft.cli.display import new_table, standard, tell
 from blockdraft.cli.options import DATA, MAKE, MODEL, CommandSpec, Only, RecipeCommand
 from blockdraft.cli.target import TRAINING, TargetSettings
 from blockdraft.errors import Complaints, UsageError
-from blockdraft.evaluation.tables import new_table
 from blockdraft.settings import Flag, Natural, settings
 
 SHOWN_EVALUATIONS = 12
@@ -84,15 +83,15 @@ def train(
     out = options.out
 
     from blockdraft.drafters import as_given, check_place, drafter_files
-    from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
     from blockdraft.formats.gguf import is_gguf, open_gguf
     from blockdraft.formats.gguf.kinds import kind_in
+    from blockdraft.prompt_sets import read_prompt_sets
     from blockdraft_train.data.documents import read_data
     from blockdraft_train.data.hidden_states import read_hidden_states
 
     try:
-        from blockdraft.tools.export import format_for
+        from blockdraft_tools.export import format_for
         from blockdraft_train.checkpoints import after_interruption
         from blockdraft_train.devices import make_accelerator
         from blockdraft_train.graceful_shutdown import Stopped, finish_on_signal

@@ -15,8 +15,8 @@ import httpx
 
 from blockdraft.engine import Chunk, Engine, Request, loops
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.settings import SERVER_KEY
 from blockdraft.types import SamplingParams
+from blockdraft_bench.settings import SERVER_KEY
 from blockdraft_train.data.chats import Tools
 from blockdraft_train.data.records import Message
 

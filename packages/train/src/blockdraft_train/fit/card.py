@@ -16,10 +16,10 @@ from blockdraft.errors import UsageError, counted
 from blockdraft.folders import write_file
 from blockdraft.formats import find_layout, read_config
 from blockdraft.formats.base import layouts
-from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.models import named_for_others
-from blockdraft.tools.export import formats_for
+from blockdraft_tools.engines import OURS, starts
+from blockdraft_tools.export import formats_for
 from blockdraft_train.fit.facts import FitPlan
 from blockdraft_train.fit.prompts import HELD_OUT
 from blockdraft_train.fit.steps import Step, Where

@@ -17,9 +17,9 @@ import torch
 
 from blockdraft.drafters import drafter_files, load_drafter
 from blockdraft.errors import BlockdraftError, Complaints, UsageError
-from blockdraft.evaluation.prompts import SAMPLES
 from blockdraft.folders import check_free, check_writable, held
 from blockdraft.formats import Checkpoint, read_drafter
+from blockdraft.prompt_sets import SAMPLES
 from blockdraft.targets import Target, check_target, load_target, without_tokenizer
 from blockdraft.timing import telling
 from blockdraft.types import DEFAULT_BACKEND
