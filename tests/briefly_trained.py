@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.plugins import parts
-from blockdraft.settings import read_settings
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.types import SamplingParams
 from blockdraft_train.data.documents import Document, read_data
@@ -20,6 +19,7 @@ from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.job import TrainingJob
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import run_folder, train
 
 PROMPTS, TOKENS = 32, 64

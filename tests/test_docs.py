@@ -24,11 +24,12 @@ import blockdraft
 from blockdraft import cli
 from blockdraft.serving.metrics import PREFIX, Metrics
 from blockdraft.serving.openai.chat import ChatRequest
-from blockdraft.settings import from_text, read_settings
+from blockdraft.settings import from_text
 from blockdraft.types import Drafting
 from blockdraft_bench.methods import parse_methods
 from blockdraft_bench.settings import MeasureSettings
 from blockdraft_diffusion.settings import DiffusionRecipe
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variant import find_variant
 
 ROOT = Path(__file__).parents[1]

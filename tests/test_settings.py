@@ -14,14 +14,12 @@ from blockdraft.settings import (
     Flag,
     Layers,
     SettingsError,
-    as_text,
-    as_toml,
     describe,
     from_text,
-    read_settings,
     settings,
 )
 from blockdraft_train.data.settings import RecordSettings
+from blockdraft_train.settings_files import as_text, as_toml, read_settings
 from blockdraft_train.variants.dflash import DFlashRecipe
 
 

@@ -14,9 +14,9 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.folder import read_config
 from blockdraft.models.places import TINY
 from blockdraft.serving.settings import ServeSettings
-from blockdraft.settings import read_settings
 from blockdraft.targets import load_target, load_target_text
 from blockdraft.text_files import MARK, POINTER, read_json, read_text, refuse_pointer
+from blockdraft_train.settings_files import read_settings
 
 CONTENT = POINTER + b"v1\noid sha256:" + b"0" * 64 + b"\nsize 12345678\n"
 

@@ -19,7 +19,8 @@ import psutil
 from benchmarks.harness.process import PeerError
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.settings import describe, read_settings
+from blockdraft.settings import describe
+from blockdraft_train.settings_files import read_settings
 
 S = TypeVar("S")
 

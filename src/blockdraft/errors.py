@@ -9,9 +9,7 @@ BlockdraftError
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -22,35 +20,6 @@ class BlockdraftError(Exception):
 
 class UsageError(BlockdraftError, ValueError):
     """An argument, a file or a setting that cannot be used; the message names the value, the limit and the remedy."""
-
-
-class Complaints:
-    """Errors in the input, collected and reported together."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note a `UsageError` that is raised inside, and continue after the block."""
-        try:
-            yield
-        except UsageError as error:
-            self.messages.append(str(error))
-
-    def noted(self, check: Callable[..., T], *arguments: Any) -> T | None:
-        """Call a function and return its result, or None if it raises a `UsageError`, which is noted."""
-        with self.noting():
-            return check(*arguments)
-        return None
-
-    def check(self) -> None:
-        """Raise one `UsageError` with everything noted, if there is anything."""
-        if self.messages:
-            several = "".join(f"\n- {message}" for message in self.messages)
-            raise UsageError(
-                self.messages[0] if len(self.messages) == 1 else f"{len(self.messages)} things do not fit:{several}"
-            )
 
 
 class NumbersError(BlockdraftError, FloatingPointError):

@@ -23,9 +23,9 @@ from blockdraft.targets import (
     TargetOutput,
     load_target,
     load_target_text,
-    open_checkpoint,
 )
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_tools.checkpoint import open_checkpoint
 from blockdraft_tools.gguf.targets import gguf_architecture, write_gguf_target
 from blockdraft_tools.gguf.tokenizers import tokenizer_metadata
 

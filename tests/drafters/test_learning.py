@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from blockdraft import Engine, load_drafter, load_target
-from blockdraft.settings import read_settings
 from blockdraft.types import Drafting
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.data.hidden_states import plan_hidden_states
 from blockdraft_train.data.settings import HiddenStateSettings
 from blockdraft_train.devices import make_accelerator
 from blockdraft_train.job import TrainingJob
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import run_folder, train
 from blockdraft_train.variant import find_variant
 

@@ -12,10 +12,10 @@ from thinned import thinned
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import entries, load_drafter
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 from blockdraft_tools.export import ExportFormat, export
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variant import find_variant, variant_names
 from blockdraft_train.variants.dflash import DFlashFamily
 

@@ -13,7 +13,6 @@ from training_fixtures import interrupted_at
 
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.formats import layouts
-from blockdraft.settings import read_settings
 from blockdraft.types import Drafting
 from blockdraft_tools.export import ExportFormat, convert, export
 from blockdraft_tools.inspect import inspect
@@ -22,6 +21,7 @@ from blockdraft_train.devices import make_accelerator
 from blockdraft_train.doctor.examine import examine
 from blockdraft_train.job import TrainingJob
 from blockdraft_train.progress import Progress
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import run_folder, train
 from blockdraft_train.variant import find_variant, variant_names
 

@@ -21,9 +21,10 @@ from blockdraft.models import (
     named_for_others,
     places,
 )
-from blockdraft.targets import BUNDLED, describe_target, load_target, load_target_text, open_checkpoint
+from blockdraft.targets import BUNDLED, describe_target, load_target, load_target_text
 from blockdraft_bench.methods import parse_methods
 from blockdraft_bench.speed import load_methods
+from blockdraft_tools.checkpoint import open_checkpoint
 from blockdraft_tools.export import format_for
 from blockdraft_tools.inspect import inspect
 

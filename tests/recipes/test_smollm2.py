@@ -12,11 +12,11 @@ import torch
 
 from blockdraft import Engine, load_target
 from blockdraft.engine import loops
-from blockdraft.settings import read_settings
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.data.responders import EngineResponder
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variant import find_variant
 
 RECIPE = Path(__file__).parents[2] / "recipes/smollm2"

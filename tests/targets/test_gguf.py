@@ -31,13 +31,13 @@ from blockdraft.targets import (
     describe_target,
     load_target,
     load_target_text,
-    open_checkpoint,
     weights_fingerprint,
 )
 from blockdraft.targets.checkpoint import max_context
 from blockdraft.targets.gguf.checkpoint import GIB, check_memory
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import PACKED_KINDS, SIMILAR_KINDS, GGUFWeights, decoder_weights, fitted
+from blockdraft_tools.checkpoint import open_checkpoint
 
 
 @pytest.mark.parametrize("name", MODELS)

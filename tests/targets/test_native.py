@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
-from blockdraft.targets import FAMILIES, Target, decoder_config, embedding_and_head, load_target, open_checkpoint
+from blockdraft.targets import FAMILIES, Target, decoder_config, embedding_and_head, load_target
 from blockdraft.targets.base import NotCovered
+from blockdraft_tools.checkpoint import open_checkpoint
 
 SMALL = {
     "vocab_size": 61,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.errors import Complaints
 from blockdraft.targets import Target, load_target
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import Document, TokenData, read_data
 from blockdraft_train.data.writer import DataWriter
 from blockdraft_train.defaults import Resolved, resolve

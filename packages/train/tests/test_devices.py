@@ -10,10 +10,10 @@ from accelerate import tracking
 from accelerate.utils import LoggerType
 
 from blockdraft.errors import UsageError
-from blockdraft.settings import read_settings
 from blockdraft_train import devices
 from blockdraft_train.devices import begin_trackers, make_accelerator, track
 from blockdraft_train.recipe import Recipe
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variant import find_variant
 
 # In a process of its own: holes that other tests left in the heap would be counted.

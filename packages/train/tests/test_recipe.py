@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from blockdraft.settings import describe
 from blockdraft_train.recipe import Recipe
+from blockdraft_train.settings_files import describe
 from blockdraft_train.variant import find_variant, variant_names
 
 

@@ -27,7 +27,6 @@ from blockdraft.folders import held
 from blockdraft.formats.gguf import open_gguf
 from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.models import bundled_drafter, known
-from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
 from blockdraft_train import checkpoints, hidden_state_sources, preflight, quantized_weights, trainer
 from blockdraft_train.data import hidden_states
@@ -39,6 +38,7 @@ from blockdraft_train.graceful_shutdown import FINISH, Stopped, StopSignals
 from blockdraft_train.hidden_state_sources import FOLDER
 from blockdraft_train.job import TrainingJob
 from blockdraft_train.progress import Progress, RunLog
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import Trainer, run_folder, train
 from blockdraft_train.variant import find_variant, variant_names
 

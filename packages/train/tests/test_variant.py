@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from blockdraft.drafters import entries, load_drafter
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.formats import layouts, read_drafter
 from blockdraft.models import bundled_drafter, known
-from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
 from blockdraft_tools.export import ExportFormat, export
 from blockdraft_tools.gguf.drafters import write_drafter
+from blockdraft_train.complaints import Complaints
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variant import Variant, find_variant, variant_names
 from blockdraft_train.variants.dflash import DFlashFamily, DFlashRecipe, DFlashVariant
 

@@ -11,7 +11,7 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -204,32 +204,6 @@ def _position(parameter: Any) -> int:
     """Return where a parameter is shown: those without a panel first, then the shared panels, then a command's own."""
     panel = getattr(parameter, "rich_help_panel", None)
     return -1 if panel is None else PANELS.index(panel) if panel in PANELS else len(PANELS)
-
-
-class RecipeCommand(Command):
-    """A command that keeps its unknown options, which are fields of a recipe, in `context.obj`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
-        own, ctx.obj = _split(args, known)
-        return super().parse_args(ctx, own)
-
-
-def _split(arguments: Sequence[str], known: set[str]) -> tuple[list[str], dict[str, str]]:
-    """Split a command line into the command's own words and recipe fields: `--name value` or `--name=value`."""
-    own: list[str] = []
-    recipe: dict[str, str] = {}
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") or name in known:
-            own.append(word)
-            continue
-        following = value if equals else next(words, None)
-        if following is None:
-            raise UsageError(f"{name} has no value; recipe fields are given as --name value.")
-        recipe[name.removeprefix("--")] = following
-    return own, recipe
 
 
 # Panels of the list of commands.

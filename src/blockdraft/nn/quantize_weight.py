@@ -1,9 +1,4 @@
-"""How weights are quantized.
-
-`quantize_weight` rounds each number to the nearest code. `quantize_weight_gptq` is GPTQ (arXiv 2210.17323): it
-quantizes the columns of a weight one after the other, those with the largest inputs first, and adjusts the remaining
-columns to compensate each error, as far as inputs are correlated.
-"""
+"""How weights are quantized: `quantize_weight` rounds each number to the nearest code."""
 
 from __future__ import annotations
 
@@ -18,9 +13,7 @@ from blockdraft.nn.quantization import MAX_CODE, QuantizedWeight, check_group, c
 
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # ranges to try, as shares of the largest number
 QUICK = (1.0, 0.9)  # ranges to try while a user waits for the model
-DAMPING = 0.01  # share of the mean square of all inputs that is added to each, so that every input counts
 ROUNDED_AT_ONCE = 1 << 18  # numbers to quantize at once, few enough for the processor's cache
-BLOCK = 128  # columns whose errors are passed on at once
 
 
 @dataclass(frozen=True)
@@ -144,42 +137,3 @@ def quantize_weight(
         grid = best_grid(parts, bits, None, zero_points, shares)
         parts_of_weight.append(grid.weight(grid.codes(parts).flatten(1)))
     return concatenate_weights(parts_of_weight)
-
-
-def quantize_weight_gptq(
-    weight: Tensor, moments: Tensor, bits: int, group: int, zero_points: bool = False
-) -> QuantizedWeight:
-    """Quantize a weight `[out, in]` so that its products with typical inputs change little (GPTQ).
-
-    Args:
-        moments: `[in, in]`, the sum of `x x^T` over the inputs x.
-        bits, zero_points: As in `best_grid`.
-        group: Inputs that share a scale.
-
-    Raises:
-        UsageError: The group does not divide the inputs, or a number is NaN or infinite.
-    """
-    check_group(weight.size(1), group)
-    count = weight.size(1)
-    moments = moments.float().clone()
-    squares = moments.diagonal()
-    squares += DAMPING * squares.mean() + torch.finfo(torch.float32).tiny
-    grid = best_grid(weight.float().unflatten(1, (-1, group)), bits, squares.view(-1, group), zero_points)
-    order = squares.argsort(descending=True)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments[order][:, order]))
-    # Row i of `spread` is how later columns compensate an error in column i.
-    spread = torch.linalg.cholesky(inverse, upper=True)
-    remaining, codes = weight.float()[:, order], torch.empty_like(weight, dtype=torch.float32)
-    for begin in range(0, count, BLOCK):
-        end = min(begin + BLOCK, count)
-        errors = torch.zeros(len(weight), end - begin)
-        for i in range(begin, end):
-            own = grid.column(int(order[i]) // group)
-            numbers = remaining[:, i, None, None]
-            chosen = own.codes(numbers)
-            codes[:, order[i]] = chosen[:, 0, 0]
-            error = (remaining[:, i] - own.values(chosen)[:, 0, 0]) / spread[i, i]
-            remaining[:, i:end] -= torch.outer(error, spread[i, i:end])
-            errors[:, i - begin] = error
-        remaining[:, end:] -= errors @ spread[begin:end, end:]
-    return grid.weight(codes)

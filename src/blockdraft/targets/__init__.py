@@ -10,7 +10,6 @@ to the others.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -44,12 +43,10 @@ from blockdraft.targets.gguf import (
     causal_lm,
     has_head,
     load_gguf_text,
-    open_gguf_checkpoint,
     read_gguf_head,
 )
 from blockdraft.targets.model_config import AnyConfig, ModelConfig, make_config
-from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint
-from blockdraft.targets.weights import open_checkpoint as open_folder
+from blockdraft.targets.weights import HEAD, SOURCE, TABLE
 from blockdraft.types import DEFAULT_LOAD_OPTIONS, LoadOptions
 
 if TYPE_CHECKING:
@@ -190,18 +187,6 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
     return load_gguf_text(path, revision) if is_gguf(path) else load_text(path, revision)
 
 
-def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "quantized"
-) -> AbstractContextManager[OpenCheckpoint]:
-    """Open a model folder, hub name or GGUF file to read its tensors one at a time.
-
-    See `blockdraft.targets.weights.open_checkpoint`.
-    """
-    path = located(path)
-    opened = open_gguf_checkpoint if is_gguf(path) else open_folder
-    return opened(path, revision, adapter, doing)
-
-
 def check_target(path: str | Path, revision: str | None = None) -> None:
     """Raise a UsageError if a path is clearly not a target's."""
     path = located(path)
@@ -222,7 +207,6 @@ __all__ = [
     "LoadOptions",
     "ModelConfig",
     "NotCovered",
-    "OpenCheckpoint",
     "Target",
     "TargetOutput",
     "TargetText",
@@ -238,7 +222,6 @@ __all__ = [
     "load_target_text",
     "load_text_with",
     "make_config",
-    "open_checkpoint",
     "read_decoder_head",
     "read_gguf_head",
     "runs_heads",

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.stored import open_tensors
 from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered, TargetText
 from blockdraft.targets.checkpoint import checked_folder, load_text, loading
-from blockdraft.targets.families import decoder_config
+from blockdraft.targets.families import decoder_config, text_part
+from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.gguf.checkpoint import understanding
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 from blockdraft.targets.model_config import AnyConfig, load_config
-from blockdraft.targets.weights import READ, SOURCE, open_checkpoint, weight_files
+from blockdraft.targets.weights import SOURCE, open_weights, weight_files
+from blockdraft.types import LoadOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +93,11 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
             with understanding(path):
                 return decoder_weights(file, fitted(wanted, file)).fingerprint()
         try:
-            with open_checkpoint(path, revision, doing=READ) as source:
-                return source.source_fingerprint
-        except UsageError:  # its tensors have other names
+            tensors, _ = open_weights(path, wanted, text_part(config), LoadOptions(revision=revision))
+        except NotCovered:  # its tensors have other names
             return None
+        with loading(path):
+            return weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
 
     return Description(
         path=str(path),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +14,13 @@ from torch import Tensor
 from blockdraft.errors import UsageError, counted
 from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.stored import StoredTensor, open_tensors, stored
-from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered
-from blockdraft.targets.checkpoint import check_hub, checked_folder, find_file, is_hub_name, loading
-from blockdraft.targets.families import decoder_config, own_tensors, text_part
+from blockdraft.targets.checkpoint import check_hub, find_file, is_hub_name, loading
+from blockdraft.targets.families import own_tensors
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, load_config
-from blockdraft.text_files import read_json, without_marks
+from blockdraft.text_files import without_marks
 from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:  # takes as long to import as torch
@@ -32,20 +29,6 @@ if TYPE_CHECKING:  # takes as long to import as torch
 SOURCE = "source_fingerprint"  # our key in quantization_config, which other programs ignore
 TEXT_PART = "model.language_model."  # prefix of the text part's tensors in models with other parts
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-COMPANIONS = (  # files of a checkpoint beside config.json and weights
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-QUANTIZED = "quantized"  # usual `doing` of `open_checkpoint`
-READ = "read"  # `doing` of `open_checkpoint` that every checkpoint supports
 
 
 def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
@@ -132,75 +115,6 @@ def _check_tensors(wanted: DecoderConfig, tensors: Mapping[str, StoredTensor]) -
     both = wanted.tied_head and HEAD in tensors and tensors[HEAD] is not tensors[TABLE]
     if both and not torch.equal(tensors[TABLE].tensor(), tensors[HEAD].tensor()):
         raise NotCovered("its configuration ties the head to the embeddings, and its checkpoint does not")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenCheckpoint:
-    """A checkpoint whose tensors are read one at a time.
-
-    Attributes:
-        wanted: Configuration of its decoder.
-        config: Configuration of its text part.
-        raw: Content of config.json.
-        tensors: Its tensors by name.
-        files: Its other files, such as those of the tokenizer.
-        source_fingerprint: Fingerprint of its weights; with an adapter, of those before the merge and the adapter's.
-    """
-
-    wanted: DecoderConfig
-    config: AnyConfig
-    raw: dict[str, Any]
-    tensors: Mapping[str, StoredTensor]
-    files: Sequence[Path]
-    source_fingerprint: str
-
-
-@contextmanager
-def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = QUANTIZED
-) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint of a family that the native decoder supports, on the CPU, without reading all weights.
-
-    Args:
-        path: Model folder or hub name.
-        revision, adapter: As in `load_target`.
-        doing: What will be done to the checkpoint, as a past participle, for messages.
-
-    Raises:
-        UsageError: The native decoder does not know the model, the model is quantised already, or as in `load_target`.
-    """
-    path = located(path)
-    checked_folder(path, revision)
-    with loading(path):
-        config = load_config(path, revision)
-        files = [find_file(path, name, revision) for name in ("config.json", *COMPANIONS)]
-    if quantization := getattr(config, "quantization_config", None):
-        raise UsageError(
-            f"{path} is quantised already ({quantization.get('quant_method')}); give the model that it was made of."
-        )
-    config = text_part(config)
-    merged = None if adapter is None else str(adapter)
-    options = LoadOptions(dtype="float32", device="cpu", compile="off", revision=revision, adapter=merged)
-    try:
-        wanted = decoder_config(config)
-        tensors, source = open_weights(path, wanted, config, options)
-    except NotCovered as refused:
-        raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    special = wanted.decode_only if doing == QUANTIZED else wanted.unusual
-    if special and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {special}. Decode with it as it is.")
-    raw = read_json(Path(str(files[0])))
-    with loading(path):
-        if source is None:
-            source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
-    yield OpenCheckpoint(
-        wanted=wanted,
-        config=config,
-        raw=raw,
-        tensors=tensors,
-        files=[Path(file) for file in files[1:] if file is not None],
-        source_fingerprint=source,
-    )
 
 
 def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel, str | None]:

@@ -17,9 +17,9 @@ from pydantic import Field
 from blockdraft.cli import display
 from blockdraft.cli.display import exit_on_interrupt, standard, tell
 from blockdraft.cli.generate import PromptArgument, checked_text, read_prompt, read_prompts
-from blockdraft.cli.options import DATA, MODEL, RUN, CommandSpec, Only, RecipeCommand, add
+from blockdraft.cli.options import DATA, MODEL, RUN, CommandSpec, Only, add
 from blockdraft.cli.target import AsJson, Folder, TargetSettings, exclude, quiet
-from blockdraft.settings import Count, Flag, as_toml, read_settings, settings
+from blockdraft.settings import Count, Flag, settings
 from blockdraft_diffusion.settings import (
     ConvertSettings,
     DiffusionRecipe,
@@ -28,7 +28,9 @@ from blockdraft_diffusion.settings import (
     SampleSettings,
 )
 from blockdraft_train.cli.data import RecordFields
+from blockdraft_train.cli.recipe_command import RecipeCommand
 from blockdraft_train.cli.train import SHOW_RECIPE, RecipeFile, ShowRecipe, check_given, missing_package
+from blockdraft_train.settings_files import as_toml, read_settings
 
 if TYPE_CHECKING:
     from blockdraft_diffusion.create import Created

@@ -14,24 +14,23 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
-from blockdraft.formats.model_folder import check_free
 from blockdraft.models import located
 from blockdraft.targets import (
     BUNDLED,
     HEAD,
     TABLE,
     ModelConfig,
-    OpenCheckpoint,
     TargetText,
     load_target_text,
     load_text_with,
-    open_checkpoint,
 )
 from blockdraft_diffusion.denoiser import CausalDenoiser, why_not_denoiser
 from blockdraft_diffusion.dit import DiT, DiTConfig
 from blockdraft_diffusion.folder import PAPER, PREFIX, other_files, write_model
 from blockdraft_diffusion.model import DiffusionConfig, DiffusionModel
 from blockdraft_diffusion.settings import ConvertSettings, NewSettings
+from blockdraft_tools.checkpoint import OpenCheckpoint, open_checkpoint
+from blockdraft_tools.model_folder import check_free
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,6 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.folders import clear_remains, replaced
 from blockdraft.formats.folder import check_tensors
-from blockdraft.formats.model_folder import ModelWriter
 from blockdraft.formats.stored import check_floats, open_tensors
 from blockdraft.targets import (
     FAMILIES,
@@ -36,6 +35,7 @@ from blockdraft.text_files import read_json
 from blockdraft_diffusion.denoiser import CausalDenoiser, Denoiser, why_not_denoiser
 from blockdraft_diffusion.dit import DiT, DiTConfig
 from blockdraft_diffusion.model import DiffusionConfig, DiffusionModel
+from blockdraft_tools.model_folder import ModelWriter
 
 PREFIX, PAPER = "a2d-", "bd3lm"
 FAMILY_OF = {PAPER: PAPER, "sdar": "qwen3"} | {f"{PREFIX}{family}": family for family in FAMILIES}

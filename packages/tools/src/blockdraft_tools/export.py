@@ -29,13 +29,12 @@ from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.models import located, model_of
 from blockdraft.targets import (
-    OpenCheckpoint,
     Target,
     TargetText,
     embedding_and_head,
     load_target_text,
-    open_checkpoint,
 )
+from blockdraft_tools.checkpoint import OpenCheckpoint, open_checkpoint
 from blockdraft_tools.engines import llama_cpp_line
 from blockdraft_tools.gguf.drafters import write_drafter
 from blockdraft_tools.gguf.files import MatrixType, new_files

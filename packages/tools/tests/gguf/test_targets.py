@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
-from blockdraft.targets import load_target, open_checkpoint
+from blockdraft.targets import load_target
+from blockdraft_tools.checkpoint import open_checkpoint
 from blockdraft_tools.gguf.targets import write_gguf_target
 
 

@@ -21,10 +21,10 @@ from tiny_families import write_model
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
-from blockdraft.formats import model_folder
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import Target, load_target
+from blockdraft_tools import model_folder
 from blockdraft_tools.quantize import run
 from blockdraft_tools.quantize.run import quantize
 from blockdraft_tools.quantize.settings import CalibrationSettings, QuantizeSettings

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blockdraft.errors import Complaints, counted
+from blockdraft.errors import counted
 from blockdraft.targets import Target
 from blockdraft_train.batches import Documents, split
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.data.settings import LONGEST
 from blockdraft_train.recipe import Recipe

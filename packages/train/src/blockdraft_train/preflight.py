@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.decode.proposal import chain
-from blockdraft.errors import Complaints, UsageError, counted
+from blockdraft.errors import UsageError, counted
 from blockdraft.formats import Trained, check_writable, read_config
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft_tools.export import ExportFormat
 from blockdraft_train.batches import Documents
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import TokenData, grown_since, read_state
 from blockdraft_train.data.target_layers import target_hidden_states
 from blockdraft_train.defaults import Resolved, resolve

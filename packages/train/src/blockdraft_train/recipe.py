@@ -1,4 +1,4 @@
-"""Recipes: all settings of a training run, from a TOML file, flags, or both (`settings.read_settings`)."""
+"""Recipes: all settings of a training run, from a TOML file, flags, or both (`settings_files.read_settings`)."""
 
 from __future__ import annotations
 

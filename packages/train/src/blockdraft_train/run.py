@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from blockdraft.folders import held
-from blockdraft.settings import as_toml
 from blockdraft_train import checkpoints
 from blockdraft_train.devices import begin_trackers, end_processes, track
 from blockdraft_train.graceful_shutdown import Stopped, StopSignals, agreed, clear_finish_request, finish_requested
 from blockdraft_train.progress import Progress, RunLog, run_folder
+from blockdraft_train.settings_files import as_toml
 
 
 @contextmanager

@@ -43,12 +43,13 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.nn.draft_config import need
 from blockdraft.plugins import entry_points, install_hint, load, plugin_names
 from blockdraft.targets import Target
 from blockdraft_train.batches import PackedSequences
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.objectives import Slots, default_gamma, find_objective
 from blockdraft_train.recipe import Recipe

@@ -11,7 +11,7 @@ from blockdraft.cli import app, display
 from blockdraft.cli.target import TargetSettings
 from blockdraft.errors import UsageError
 from blockdraft.formats.speculators import recognises
-from blockdraft.settings import read_settings
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variants.dflash import DFlashRecipe
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")

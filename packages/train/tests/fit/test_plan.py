@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from blockdraft.settings import read_settings
 from blockdraft_train.fit.facts import FitMachine, FitPlan, Speeds, TargetFacts, TargetMeasurements, duration, show
 from blockdraft_train.fit.plan import (
     Default,
@@ -18,6 +17,7 @@ from blockdraft_train.fit.plan import (
     target_layers,
 )
 from blockdraft_train.fit.settings import FitSettings
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variant import find_variant, fit_gains
 
 TARGET = TargetFacts(8, 224, 4096, 1024, True, 11_000_000, "native, compiled", "cpu", 4)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from blockdraft.drafters import TINY_DRAFTER, load_drafter
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.targets import load_target, load_target_text
 from blockdraft_tools.export import ExportFormat, export
 from blockdraft_tools.gguf.drafters import write_drafter
 from blockdraft_tools.gguf.tokenizers import tokenizer_metadata
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.draft_vocabulary import frequent_tokens
 from blockdraft_train.objectives import Slots

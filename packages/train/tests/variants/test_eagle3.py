@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.drafters.eagle3.network import Eagle3Network
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
-from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.types import Drafting, SamplingParams
 from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train.batches import PackedSequences
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import Document, TokenData, read_data
 from blockdraft_train.data.hidden_states import HiddenStateSettings, plan_hidden_states
 from blockdraft_train.data.target_layers import target_hidden_states
@@ -26,6 +26,7 @@ from blockdraft_train.devices import make_accelerator
 from blockdraft_train.job import TrainingJob
 from blockdraft_train.loss import term_weights
 from blockdraft_train.objectives import Slots
+from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import run_folder, train
 from blockdraft_train.variants.eagle3 import Eagle3Recipe, Eagle3Variant
 

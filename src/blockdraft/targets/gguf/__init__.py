@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockdraft.targets.gguf.checkpoint import load_gguf_text, open_gguf_checkpoint, read_gguf
+from blockdraft.targets.gguf.checkpoint import load_gguf_text, read_gguf
 from blockdraft.targets.gguf.config import causal_lm
 from blockdraft.targets.gguf.head import has_head, read_gguf_head
 
@@ -10,7 +10,6 @@ __all__ = [
     "causal_lm",
     "has_head",
     "load_gguf_text",
-    "open_gguf_checkpoint",
     "read_gguf",
     "read_gguf_head",
 ]

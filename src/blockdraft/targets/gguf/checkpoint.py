@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, bytes_held, dense, open_gguf, usual_block
-from blockdraft.formats.stored import FEW_BITS, StoredTensor
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
 from blockdraft.kernels.cpu.library import Library
@@ -32,11 +29,10 @@ from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
 from blockdraft.targets.families import decoder_config
-from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
+from blockdraft.targets.gguf.config import EMBEDDING, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import NativeCheckpoint, make_decoder, packing
-from blockdraft.targets.weights import READ, OpenCheckpoint
 from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:
@@ -235,61 +231,6 @@ def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
         tokenizer, missing = find_tokenizer(file)
         ends = end_tokens(SimpleNamespace(eos_token_id=end_ids(file.metadata)), config, tokenizer)
     return TargetText(file.path, tokenizer, max_context(config), ends, missing)
-
-
-@contextmanager
-def open_gguf_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "quantized"
-) -> Iterator[OpenCheckpoint]:
-    """Open the model of a GGUF file as `open_checkpoint` opens a folder, with the files that its folder would have.
-
-    Raises:
-        UsageError: config.json cannot describe the model, its tokenizer is unknown, its weights are already quantized,
-            or as in `read_gguf`.
-    """
-    refuse(path, adapter=adapter, revision=revision)
-    file = open_gguf(path)
-    with understanding(path):
-        config = gguf_config(file)
-        actual = fitted(decoder_config(config), file)
-        describe_fitted(config, actual, file)
-        wanted = decoder_config(config)
-        if others := differences(actual, replace(wanted, norm_plus_one=False)):
-            raise NotCovered(f"transformers cannot express its {', '.join(others)}")
-        weights = replace(decoder_weights(file, actual), expanded=frozenset())
-        tokenizer, missing = find_tokenizer(file)
-        ends = end_ids(file.metadata)
-    if wanted.unusual and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.unusual}. Decode with it as it is.")
-    few = sorted(weights.kinds - set(FLOATS))
-    if few and doing == "quantized":
-        raise UsageError(
-            f"{path} is quantized already ({', '.join(few)}), and twice would lose more; give a file of the model in "
-            "F16, BF16 or F32, or its folder."
-        )
-    if tokenizer is None:
-        raise UsageError(f"{path} cannot be {doing} without its tokenizer, which is unknown: {missing}.")
-    tensors = {}
-    for name, tensor in weights.tensors.items():
-        less = wanted.norm_plus_one and name.endswith("norm.weight")
-        read = partial(_minus_one, weights, name) if less else partial(weights.read, name)
-        tensors[name] = StoredTensor(tensor.shape, tensor.kind if tensor.kind in FLOATS else FEW_BITS, read)
-    with tempfile.TemporaryDirectory() as folder:
-        with loading(path):
-            tokenizer.save_pretrained(folder)
-            Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
-        yield OpenCheckpoint(
-            wanted=wanted,
-            config=config,
-            raw=config.to_dict(),
-            tensors=tensors,
-            files=sorted(Path(folder).iterdir()),
-            source_fingerprint=weights.fingerprint(),
-        )
-
-
-def _minus_one(weights: GGUFWeights, name: str) -> Tensor:
-    return dense(weights.read(name)).float() - 1
 
 
 def find_tokenizer(file: GGUFFile) -> tuple[PreTrainedTokenizerBase | None, str | None]:

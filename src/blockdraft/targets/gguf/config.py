@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from gguf import ExpertGatingFuncType
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from blockdraft.formats.gguf import GGUFFile, GGUFTensor
 from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS
-from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.model_config import AnyConfig, make_config
 
@@ -202,17 +200,6 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     if name == LATENT and "topk_method" in fields:
         family = "deepseek_v2"
     return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
-
-
-def describe_fitted(config: AnyConfig, decoder: DecoderConfig, file: GGUFFile) -> None:
-    """Add to a file's configuration what `fitted` reads from its tensors: biases and frequency factors."""
-    if hasattr(config, "attention_bias"):
-        config.attention_bias = decoder.qkv_bias
-    if hasattr(config, "mlp_bias"):
-        config.mlp_bias = decoder.mlp_bias
-    if ROPE_FACTORS in file.tensors and not decoder.mixed:
-        rope = long_rope(file.tensors[ROPE_FACTORS], config.max_position_embeddings, 1.0)
-        config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **rope}
 
 
 def check_settings(get: Get, head_dim: int, rotates_all: bool) -> None:
@@ -578,23 +565,3 @@ def gemma4_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[s
         "use_double_wide_mlp": double,
         "vocab_size_per_layer_input": tables[0] if size else fields["vocab_size"],
     }
-
-
-def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:
-    """Return the names of settings that differ by more than the precision of float32."""
-    names = [field.name for field in fields(first) if field.name != "layers"]
-    names_that_differ = [name for name in names if not _equal(getattr(first, name), getattr(second, name))]
-    alike = len(first.layers) == len(second.layers) and all(map(_alike, first.layers, second.layers))
-    return names_that_differ if alike else [*names_that_differ, "windows or rotary embeddings"]
-
-
-def _equal(first: Any, second: Any) -> bool:
-    return first == second or (
-        isinstance(first, float) and isinstance(second, float) and math.isclose(first, second, rel_tol=1e-6)
-    )
-
-
-def _alike(first: LayerKind, second: LayerKind) -> bool:
-    pairs = zip(first.rope.inverse_frequencies, second.rope.inverse_frequencies, strict=True)
-    same = all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
-    return first.window == second.window and math.isclose(first.rope.scale, second.rope.scale, rel_tol=1e-6) and same

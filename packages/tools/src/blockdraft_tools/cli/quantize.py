@@ -52,8 +52,8 @@ def quantize(
     made to cancel out on it (calibration). Perplexity is measured on a held-out part, and the better of the calibrated
     and the plain rounding is written. The folder appears whole or not at all.
     """
-    from blockdraft.formats.model_folder import check_free
     from blockdraft.targets import BUNDLED, load_target_text
+    from blockdraft_tools.model_folder import check_free
     from blockdraft_tools.quantize.run import quantize as quantize_checkpoint
     from blockdraft_tools.quantize.text import read_text
 

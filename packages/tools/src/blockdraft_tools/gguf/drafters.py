@@ -9,11 +9,12 @@ from typing import Any
 from blockdraft.formats import Checkpoint
 from blockdraft.formats.gguf.drafter import DEPTH, FIELDS, MODEL, TOKENS_OF_TARGET
 from blockdraft.formats.gguf.kinds import LIMIT, OWN, kind_of
-from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_FACTORS, rope_factors, rope_metadata
+from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_FACTORS
 from blockdraft.formats.stored import stored
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft_tools.gguf.files import MatrixType, q4_0_tensor, write_gguf
+from blockdraft_tools.gguf.rope import rope_factors, rope_metadata
 
 
 def drafter_metadata(config: Any) -> dict[str, Any]:

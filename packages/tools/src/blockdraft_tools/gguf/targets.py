@@ -13,16 +13,17 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
-from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_FACTORS, rope_factors, rope_metadata
+from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_FACTORS
 from blockdraft.formats.stored import StoredTensor, stored
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.families import decoder_config
-from blockdraft.targets.gguf.config import ARCHITECTURES, GRANITE_SCALES, differences, gguf_config
+from blockdraft.targets.gguf.config import ARCHITECTURES, GRANITE_SCALES, gguf_config
 from blockdraft.targets.gguf.tensors import fitted, our_names, row_orders
 from blockdraft.targets.model_config import AnyConfig
-from blockdraft.targets.weights import OpenCheckpoint
+from blockdraft_tools.checkpoint import OpenCheckpoint, differences
 from blockdraft_tools.gguf.files import MatrixType, write_gguf
+from blockdraft_tools.gguf.rope import rope_factors, rope_metadata
 
 
 def gguf_architecture(source: OpenCheckpoint) -> str:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.formats.model_folder import ModelWriter, new_folder
 from blockdraft.formats.quantized.compressed_tensors import PACKED
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.decoder import rope_angles, rope_frequencies
@@ -20,9 +19,12 @@ from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight, best_group, check_group
-from blockdraft.nn.quantize_weight import quantize_weight, quantize_weight_gptq
+from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.nn.recurrent_mixer import Ancestry, TreeRecurrence
-from blockdraft.targets import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
+from blockdraft.targets import HEAD, SOURCE, TABLE
+from blockdraft_tools.checkpoint import OpenCheckpoint, open_checkpoint
+from blockdraft_tools.model_folder import ModelWriter, new_folder
+from blockdraft_tools.quantize.gptq import quantize_weight_gptq
 from blockdraft_tools.quantize.settings import QuantizeSettings
 from blockdraft_tools.quantize.text import Text
 

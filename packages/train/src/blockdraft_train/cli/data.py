@@ -23,9 +23,10 @@ from blockdraft.cli.target import (
     read_template,
     set_template,
 )
-from blockdraft.errors import Complaints, UsageError, counted
+from blockdraft.errors import UsageError, counted
 from blockdraft.settings import Flag, settings
 from blockdraft.types import Quantize, SamplingParams
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.settings import DataSettings, HiddenStateSettings, RecordSettings
 from blockdraft_train.fit.settings import PromptSettings
 

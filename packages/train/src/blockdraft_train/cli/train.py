@@ -11,10 +11,12 @@ from pydantic import Field
 
 from blockdraft.cli import display
 from blockdraft.cli.display import new_table, standard, tell
-from blockdraft.cli.options import DATA, MAKE, MODEL, CommandSpec, Only, RecipeCommand
+from blockdraft.cli.options import DATA, MAKE, MODEL, CommandSpec, Only
 from blockdraft.cli.target import TRAINING, TargetSettings
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, Natural, settings
+from blockdraft_train.cli.recipe_command import RecipeCommand
+from blockdraft_train.complaints import Complaints
 
 SHOWN_EVALUATIONS = 12
 ShowRecipe = Annotated[bool, Flag()]
@@ -71,7 +73,7 @@ def train(
     `accelerate launch -m blockdraft train ...` trains on several devices. `touch DIR.run/finish`, or the signal USR1,
     ends the run early with a complete drafter. Ctrl-C and SIGTERM save the run, which the same command resumes.
     """
-    from blockdraft.settings import as_toml, read_settings
+    from blockdraft_train.settings_files import as_toml, read_settings
     from blockdraft_train.variant import find_variant
 
     settings: Any = read_settings(find_variant(variant).recipe_class, recipe, context.obj)

@@ -15,8 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from blockdraft.chat_text import call_arguments, content_text
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.text_files import refuse_pointer
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.settings import RecordSettings
 from blockdraft_train.data.token_data import MANIFEST
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from blockdraft.drafters import drafter_files, load_drafter
-from blockdraft.errors import BlockdraftError, Complaints, UsageError
+from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.folders import check_free, check_writable, held
 from blockdraft.formats import Checkpoint, read_drafter
 from blockdraft.prompt_sets import SAMPLES
@@ -24,6 +24,7 @@ from blockdraft.targets import Target, check_target, load_target, without_tokeni
 from blockdraft.timing import telling
 from blockdraft.types import DEFAULT_BACKEND
 from blockdraft_train.batches import Documents, split
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import Document, TokenData, read_data
 from blockdraft_train.data.hidden_states import read_hidden_states
 from blockdraft_train.devices import make_accelerator

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from blockdraft.errors import Complaints, counted
+from blockdraft.errors import counted
 from blockdraft.nn.draft_config import default_target_layers
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.hidden_states import size
 from blockdraft_train.data.settings import LONGEST
 from blockdraft_train.fit.facts import FitMachine, FitPlan, Speeds, TargetFacts, TargetMeasurements

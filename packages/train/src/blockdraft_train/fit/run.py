@@ -17,11 +17,12 @@ import torch
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.folders import check_free, check_writable, held, make_folder, write_file
 from blockdraft.targets import Target, check_target, load_target, without_tokenizer
 from blockdraft.timing import telling
 from blockdraft.types import DEFAULT_BACKEND
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.manifest import read_manifest
 from blockdraft_train.data.records import check_sources
 from blockdraft_train.data.regenerate import prompts_of

@@ -20,11 +20,11 @@ from pathlib import Path
 from blockdraft.errors import BlockdraftError
 from blockdraft.folders import write_file
 from blockdraft.machine import die_with_parent
-from blockdraft.settings import as_text
 from blockdraft.types import Backend
 from blockdraft_train.fit.facts import FitPlan, duration
 from blockdraft_train.fit.prompts import HELD_OUT, PROMPTS
 from blockdraft_train.progress import FINISH, run_folder
+from blockdraft_train.settings_files import as_text
 
 DONE = "done.json"
 NOTE_SECONDS = 60.0  # between notes on the progress of a command

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.errors import Complaints, UsageError, counted
+from blockdraft.errors import UsageError, counted
 from blockdraft.formats import read_drafter
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.zlab import read_checkpoint
@@ -38,6 +38,7 @@ from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.settings import Count, Layers, Natural, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft_train.batches import PackedSequences
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.data.target_layers import chosen_target_layers
 from blockdraft_train.dflash_pass import draft_pass

@@ -29,13 +29,14 @@ from blockdraft.drafters.eagle3.network import (
     Eagle3Network,
     default_target_layers,
 )
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.layers import RMSNorm
 from blockdraft.settings import Amount, Count, Layers, Share, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft_train.batches import PackedSequences
+from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.data.target_layers import chosen_target_layers, target_hidden_states
 from blockdraft_train.draft_vocabulary import draft_ids, frequent_tokens, reduced_losses
