@@ -14,12 +14,11 @@ from blockdraft.settings import (
     Flag,
     Layers,
     SettingsError,
-    describe,
     from_text,
     settings,
 )
 from blockdraft_train.data.settings import RecordSettings
-from blockdraft_train.settings_files import as_text, as_toml, read_settings
+from blockdraft_train.settings_files import as_text, as_toml, describe, read_settings
 from blockdraft_train.variants.dflash import DFlashRecipe
 
 
