@@ -214,7 +214,7 @@ def _write_eagle(folder: Path, config: Eagle3Config, seed: int) -> None:
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
-    find_layout("eagle3").write(folder, Checkpoint(config, network.state_dict()), None, ())
+    find_layout("eagle3").write(folder, Checkpoint(config, network.state_dict()))
 
 
 @pytest.fixture(scope="session")
@@ -226,7 +226,7 @@ def tiny_medusa_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: P
         torch.manual_seed(5)
         network = MedusaNetwork(config)
         tensors = {name: weight + 0.3 * torch.randn_like(weight) for name, weight in network.state_dict().items()}
-    find_layout("medusa").write(folder, Checkpoint(config, tensors), None, ())
+    find_layout("medusa").write(folder, Checkpoint(config, tensors))
     return folder
 
 
@@ -249,7 +249,7 @@ def tiny_mtp_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path
         torch.manual_seed(6)
         network = MTPNetwork(config)
         tensors = {name: weight + 0.2 * torch.randn_like(weight) for name, weight in network.state_dict().items()}
-    find_layout("mtp").write(folder, Checkpoint(config, tensors), None, ())
+    find_layout("mtp").write(folder, Checkpoint(config, tensors))
     return folder
 
 

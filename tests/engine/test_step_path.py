@@ -55,7 +55,7 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     network = Eagle3Network(Eagle3Config(target_layers=(0, 1), max_position_embeddings=256, **sizes))
     network.keep(torch.arange(64))
     tensors = network.to(torch.bfloat16).state_dict()
-    find_layout("eagle3").write(folder, Checkpoint(network.config, tensors), None, ())
+    find_layout("eagle3").write(folder, Checkpoint(network.config, tensors))
     return folder
 
 

@@ -61,7 +61,7 @@ def test_drafters(tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_eagle3_dir
     for drafter, layout in ((tiny_drafter_dir, "zlab"), (tiny_eagle3_dir, "eagle3")):
         given = read_drafter(drafter, None, target.num_layers)
         config = replace(given.config, rope_theta=THETA, rope_scaling=SCALING)
-        find_layout(layout).write(tmp_path / layout, Checkpoint(config, given.tensors), None, ())
+        find_layout(layout).write(tmp_path / layout, Checkpoint(config, given.tensors))
     convert(tmp_path / "zlab", tmp_path / "spec", format_for("speculators", target, "some/target"), target)
     found = read_by_the_oldest(tmp_path / "zlab", tmp_path / "spec", tmp_path / "eagle3")
     told = {"rope_theta": THETA, "rope_scaling": SCALING, "hidden_size": target.hidden_size}

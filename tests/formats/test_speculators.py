@@ -12,9 +12,9 @@ from torch import Tensor
 from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.drafters.dspark.network import DSparkConfig
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, speculators, zlab
 from blockdraft.formats.architectures import tensor_shapes
-from blockdraft.formats.speculators import config_dict, parse_config, read_checkpoint, write_checkpoint
+from blockdraft.formats.speculators import LAYOUT, config_dict, parse_config
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 FULL = LayerAttention(causal=False, window=None)
@@ -35,20 +35,29 @@ def tensors_of(config: DraftConfig) -> dict[str, Tensor]:
     return {name: torch.randn(*s, generator=generator).bfloat16() for name, s in tensor_shapes(config).items()}
 
 
+TARGET = TargetFacts("some/target", ("Qwen3ForCausalLM",))
+
+
+def read_checkpoint(path: Path, num_layers: int) -> tuple[Any, Any, Borrowed]:
+    read = LAYOUT.read(path, TargetFacts(num_layers=num_layers))
+    assert read.borrowed is not None
+    return read.config, read.tensors, read.borrowed
+
+
 def borrowed(kept: Tensor | None = None) -> Borrowed:
     weight = torch.arange(64 * 16).view(64, 16).bfloat16()
     return Borrowed(weight, weight if kept is None else weight[kept], kept)
 
 
 def write(path: Path, config: DraftConfig = CONFIG, kept: Tensor | None = None) -> dict[str, Any]:
-    write_checkpoint(path, config, tensors_of(config), borrowed(kept), "some/target", ["Qwen3ForCausalLM"])
+    LAYOUT.write(path, Checkpoint(config, tensors_of(config), borrowed(kept)), TARGET)
     raw: dict[str, Any] = json.loads((path / "config.json").read_text())
     return raw
 
 
 def changed(**changes: Any) -> dict[str, Any]:
     """Return the config.json of `CONFIG` with changed keys, None to remove; `layers` changes nested ones."""
-    raw = config_dict(CONFIG, "some/target", ["Qwen3ForCausalLM"], 64)
+    raw = config_dict(CONFIG, TARGET, 64)
     layers = {**raw["transformer_layer_config"], **changes.pop("layers", {})}
     raw = {**raw, "transformer_layer_config": {k: v for k, v in layers.items() if v is not None}, **changes}
     return {key: value for key, value in raw.items() if value is not None}
@@ -204,9 +213,9 @@ def test_write_refuses_what_the_format_cannot_say(tmp_path: Path, config: DraftC
 
 def test_a_gguf_file_is_no_name_for_a_target() -> None:
     """Readers of the format load embedding and head of the target by that name."""
-    speculators.LAYOUT.check(CONFIG, "owner/name", ())
+    speculators.LAYOUT.check(CONFIG, TargetFacts("owner/name"))
     with pytest.raises(ValueError, match=r"readers cannot load models/m\.gguf; export with --target-name"):
-        speculators.LAYOUT.check(CONFIG, "models/m.gguf", ())
+        speculators.LAYOUT.check(CONFIG, TargetFacts("models/m.gguf"))
 
 
 def test_read_refuses_contradictory_vocabularies(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def write_eagle3(number: int, folder: Path) -> None:
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
             network.lm_head.weight[LOUD:] *= 0.1  # as in the targets
-    find_layout("eagle3").write(folder, Checkpoint(config, network.state_dict()), None, ())
+    find_layout("eagle3").write(folder, Checkpoint(config, network.state_dict()))
 
 
 def write_drafter(number: int, kind: str, folder: Path) -> None:
@@ -303,7 +303,7 @@ def write_heads(number: int, kind: str, folder: Path) -> None:
         torch.manual_seed(number)
         network = MedusaNetwork(config) if kind == "medusa" else MTPNetwork(config)
         tensors = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in network.state_dict().items()}
-    find_layout(kind).write(folder, Checkpoint(config, tensors), None, ())
+    find_layout(kind).write(folder, Checkpoint(config, tensors))
 
 
 class Models:

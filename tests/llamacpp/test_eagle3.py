@@ -49,7 +49,7 @@ def test_every_variant(variant: str, eagle3_of_three_target_layers: Path, few_wo
     random = torch.Generator().manual_seed(1)
     for name in {*tensor_shapes(config)} - {*tensors}:
         tensors[name] = 1 + 0.5 * torch.randn(tensor_shapes(config)[name], generator=random)
-    find_layout("eagle3").write(tmp_path / "drafter", Checkpoint(config, tensors), None, ())
+    find_layout("eagle3").write(tmp_path / "drafter", Checkpoint(config, tensors))
     with_tokenizer = variant != "without a tokenizer"
     done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32", with_tokenizer=with_tokenizer)
     accepts_alike(done, few_words, tmp_path / "drafter", "draft-eagle3", DRAFT_CHOICE, tmp_path / "log", share=0.8)

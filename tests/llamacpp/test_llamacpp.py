@@ -195,7 +195,7 @@ def test_every_kind_of_drafter(variant: str, few_words: Path, tmp_path: Path, re
         embedding = Qwen3ForCausalLM.from_pretrained(few_words).model.embed_tokens.weight.detach()
         kept = torch.arange(0, len(head), 20)
         own = Borrowed(embedding, head[kept].contiguous(), kept)
-        speculators.write_checkpoint(tmp_path / "drafter", found.config, found.tensors, own, None, [])
+        speculators.LAYOUT.write(tmp_path / "drafter", Checkpoint(found.config, found.tensors, own))
     else:
         zlab.write_checkpoint(tmp_path / "drafter", found.config, found.tensors)
     done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")

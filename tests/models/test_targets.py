@@ -144,7 +144,7 @@ def test_the_default_pair(pulled: Path, its_drafter: Path, tiny_drafter_dir: Pat
 def test_drafters_for_other_engines_name_the_model_on_the_hub(pulled: Path) -> None:
     """Its place in our cache folder would be none elsewhere."""
     target = load_target("smollm2")
-    assert format_for("speculators", target, "smollm2").target_name == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert format_for("speculators", load_target("bundled"), None).target_name == str(BUNDLED)
+    assert format_for("speculators", target, "smollm2").target.name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert format_for("speculators", load_target("bundled"), None).target.name == str(BUNDLED)
     assert named_for_others("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert named_for_others("some/model") == "some/model"

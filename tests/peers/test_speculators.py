@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.torch_runner import CachedAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
@@ -27,6 +27,10 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 CONTEXT, ANCHOR = 20, 7
 ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def named(target: Path) -> TargetFacts:
+    return TargetFacts(str(target), ARCHITECTURES)
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +98,21 @@ def test_dflash(
     config = replace(config, layers=tuple(LayerAttention(*layer) for layer in layers))
     zlab.write_checkpoint(tmp_path / "draft", config, tensors)
     convert(
-        tmp_path / "draft", tmp_path / "out", ExportFormat("speculators", str(tiny_target_dir), ARCHITECTURES), target
+        tmp_path / "draft",
+        tmp_path / "out",
+        ExportFormat("speculators", named(tiny_target_dir)),
+        target,
     )
     compare(tmp_path / "out", target, head_less_slots=1)
 
 
 def test_dspark(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_dspark_dir: Path) -> None:
-    convert(tiny_dspark_dir, tmp_path / "out", ExportFormat("speculators", str(tiny_target_dir), ARCHITECTURES), target)
+    convert(
+        tiny_dspark_dir,
+        tmp_path / "out",
+        ExportFormat("speculators", named(tiny_target_dir)),
+        target,
+    )
     compare(tmp_path / "out", target, head_less_slots=0)
 
 
@@ -112,7 +124,7 @@ def test_reduced_vocabulary(
     embedding, head = embedding_and_head(target)
     kept = torch.arange(1, target.vocab_size, 3)
     own = Borrowed(embedding, head[kept], kept)
-    speculators.write_checkpoint(tmp_path / "out", config, tensors, own, str(tiny_target_dir), ARCHITECTURES)
+    speculators.LAYOUT.write(tmp_path / "out", Checkpoint(config, tensors, own), named(tiny_target_dir))
     compare(tmp_path / "out", target, head_less_slots=0 if "dspark" in name else 1)
 
 
@@ -122,11 +134,16 @@ def test_we_read_what_they_write(
 ) -> None:
     config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
     source = request.getfixturevalue(name)
-    convert(source, tmp_path / "out", ExportFormat("speculators", str(tiny_target_dir), ARCHITECTURES), target)
+    convert(
+        source,
+        tmp_path / "out",
+        ExportFormat("speculators", named(tiny_target_dir)),
+        target,
+    )
     theirs(tmp_path / "out").save_pretrained(tmp_path / "again")
-    found, theirs_again, own = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
-    assert found == config and own.kept is None
-    assert all(torch.equal(theirs_again[name], tensors[name]) for name in tensors)
+    found = read_drafter(tmp_path / "again", None, target.num_layers)
+    assert found.config == config and found.borrowed is not None and found.borrowed.kept is None
+    assert all(torch.equal(found.tensors[name], tensors[name]) for name in tensors)
     assert type(load_drafter(tmp_path / "again", target=target)) is type(load_drafter(source, target=target))
 
 
@@ -144,7 +161,7 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
-    written = ExportFormat("eagle3_speculators", str(tiny_target_dir), ARCHITECTURES)
+    written = ExportFormat("eagle3_speculators", named(tiny_target_dir))
     export(tmp_path / "ours", written, config, network.state_dict(), target)
     model, drafter = theirs(tmp_path / "ours"), load_drafter(tmp_path / "ours", target=target)
     seen = set()
@@ -187,7 +204,7 @@ def compare_mtp(folder: Path, target: Target) -> None:
 
 
 def test_mtp(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
-    written = ExportFormat("mtp_speculators", str(tiny_target_dir), ARCHITECTURES)
+    written = ExportFormat("mtp_speculators", named(tiny_target_dir))
     convert(tiny_mtp_dir, tmp_path / "ours", written, target)
     compare_mtp(tmp_path / "ours", target)
     theirs(tmp_path / "ours").save_pretrained(tmp_path / "again")

@@ -7,7 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits, find_layout, layout_of, layouts
+from blockdraft.formats.base import (
+    Borrowed,
+    Checkpoint,
+    Layout,
+    TargetFacts,
+    check_fits,
+    find_layout,
+    layout_of,
+    layouts,
+)
 from blockdraft.formats.folder import check_writable, read_config
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.gguf.drafter import read_gguf_drafter
@@ -15,7 +24,7 @@ from blockdraft.formats.trained import Trained
 
 
 def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-    """Read a folder of any layout, or a GGUF file. For arguments and errors see `Layout.read`."""
+    """Read a folder of any layout, or a GGUF file. See `TargetFacts` and `Layout.read`."""
     if is_gguf(path):
         return read_gguf_drafter(path, num_target_layers)
     raw = read_config(path)
@@ -24,8 +33,11 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
         raise UsageError(
             f"{Path(path, 'config.json')} does not describe a drafter; the known layouts are {', '.join(layouts())}."
         )
-    return replace(layout.read(Path(path), vocabulary, num_target_layers), trained=Trained.read(raw))
+    return replace(
+        layout.read(Path(path), TargetFacts(vocabulary=vocabulary, num_layers=num_target_layers)),
+        trained=Trained.read(raw),
+    )
 
 
-__all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "check_writable", "find_layout"]
+__all__ = ["Borrowed", "Checkpoint", "Layout", "TargetFacts", "check_fits", "check_writable", "find_layout"]
 __all__ += ["layout_of", "layouts", "read_config", "read_drafter", "Trained"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.starting import Start
-from blockdraft.formats.stored import StoredTensor
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import need
 from blockdraft.plugins import parts, plugins
+
+Raw: TypeAlias = Mapping[str, Any]  # a parsed config.json
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,26 @@ class Checkpoint:
     trained: Trained = UNKNOWN
 
 
+@dataclass(frozen=True)
+class TargetFacts:
+    """What is known of a drafter's target; None or empty if it is unknown.
+
+    Attributes:
+        name: Folder or hub name under which readers of the drafter find it.
+        architectures: `architectures` of its config.json.
+        vocabulary: Its tokens and their ids.
+        num_layers: Number of its layers.
+    """
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+    vocabulary: Mapping[str, int] | None = None
+    num_layers: int | None = None
+
+
+NO_TARGET = TargetFacts()
+
+
 class Layout(Protocol):
     """On-disk form of drafters.
 
@@ -62,27 +83,19 @@ class Layout(Protocol):
         pickle: File of a folder that holds the tensors if there is no safetensors file.
     """
 
-    borrows: bool
-    pickle: str
+    borrows: bool = False
+    pickle: str = "pytorch_model.bin"
 
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Raw) -> bool:
         """Return whether a parsed config.json has this layout."""
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, StoredTensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[Any, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Any, bool]:
         """Return the configuration of a parsed config.json, and whether its number of target layers is known.
 
         If it is unknown, it is the minimum that the target layers need.
 
         Args:
-            raw: Parsed config.json.
-            tensors: Tensors of the folder; only their shapes are read.
-            vocabulary, num_target_layers: As in `read`.
+            tensors: Tensors of the folder by name; only their shapes are read.
 
         Raises:
             ValueError: The file lacks a value or asks for something unsupported.
@@ -96,34 +109,27 @@ class Layout(Protocol):
         Args:
             export: Function that returns the command which converts the drafter to another layout.
         """
+        return None
 
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        """Read a folder.
+    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+        """Read a folder. Raise a ValueError if it is incomplete or broken, or asks for something unsupported."""
 
-        Args:
-            vocabulary: The target's tokens and their ids.
-            num_target_layers: Number of the target's layers.
-
-        Raises:
-            ValueError: The folder is incomplete or broken, or asks for something unsupported.
-        """
-
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
         """Raise a ValueError if the layout cannot express this configuration."""
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
         """Write a folder. It appears completely or not at all, and replaces the folder of an earlier drafter.
-
-        Args:
-            target_name: Folder or hub name under which readers find the target.
-            target_architectures: `architectures` of the target's config.json.
 
         Raises:
             ValueError: The tensors do not fit the configuration, the layout cannot express it, or the folder does not
                 hold a drafter.
         """
+
+
+def check_kind(config: Any, kind: type) -> None:
+    """Raise a UsageError unless a configuration is of the class that a layout holds."""
+    limit = f"{kind.__name__}, the only one that this layout holds; write the drafter in a layout of its own kind"
+    need(isinstance(config, kind), "the configuration", type(config).__name__, limit)
 
 
 def check_fits(

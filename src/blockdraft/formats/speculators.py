@@ -12,20 +12,17 @@ It differs from z-lab's layout in four ways:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
-from blockdraft.formats.base import Borrowed, Checkpoint
-from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, Layout, Raw, TargetFacts
+from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, target_layers_of
-from blockdraft.formats.stored import StoredTensor
-from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import in_order, kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import config_dict as zlab_config_dict
 from blockdraft.formats.zlab import one_dtype
@@ -103,9 +100,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     return config, int(size or 0)
 
 
-def config_dict(
-    config: DraftConfig, target_name: str | None, target_architectures: Sequence[str], draft_vocab_size: int
-) -> dict[str, Any]:
+def config_dict(config: DraftConfig, target: TargetFacts, draft_vocab_size: int) -> dict[str, Any]:
     """Return config.json. Raise a UsageError if the format cannot express the configuration."""
     architecture = architecture_of(config)
     kind = architecture.speculator
@@ -122,7 +117,7 @@ def config_dict(
     flat, fields = zlab_config_dict(config), asdict(config)
     return {
         "architectures": [kind.name],
-        **named(kind.model_type, config.block_size - (not kind.from_anchor), target_name, target_architectures),
+        **named(kind.model_type, config.block_size - (not kind.from_anchor), target),
         "transformer_layer_config": {name: flat[name] for name in LAYER_KEYS},
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": config.hidden_size,
@@ -135,78 +130,6 @@ def config_dict(
         "tie_word_embeddings": False,
         **{name: fields[name] for name in sorted(architecture.own_keys()) if fields[name] is not None},
     }
-
-
-def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConfig, dict[str, Tensor], Borrowed]:
-    """Read a folder. The draft network's tensors are on the CPU and named as in z-lab's layout.
-
-    Raises:
-        UsageError: The folder is missing, incomplete or broken, or `parse_config` refuses its config.json.
-    """
-    raw = read_config(path)
-    with blaming(Path(path, "config.json")):
-        config, size = parse_config(raw, num_target_layers)
-    tensors = {name: tensor for name, tensor in read_tensors(path).items() if name not in UNUSED}
-    with blaming(Path(path)):
-        reduced = size < config.vocab_size
-        optional = ("embed_tokens.weight",) if reduced else ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-        expected = _shapes(config, size)
-        check_tensors({n: s for n, s in expected.items() if n in tensors or n not in optional}, tensors)
-        kept = kept_tokens(tensors.pop("t2d", None), tensors.pop("d2t", None))
-        for name in _rows(config):
-            if kept is None:
-                break
-            rows = tensors[name]
-            tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
-        embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
-        if kept is not None and reduced and head is not None:  # its rows may be in order of frequency
-            kept, head = in_order(kept, head)
-    return config, tensors, Borrowed(embedding, head, kept if reduced else None)
-
-
-def write_checkpoint(
-    path: str | Path,
-    config: DraftConfig,
-    tensors: Mapping[str, Tensor],
-    borrowed: Borrowed,
-    target_name: str | None,
-    target_architectures: Sequence[str],
-    trained: Trained = UNKNOWN,
-) -> None:
-    """Write a folder that `speculators` and vLLM load.
-
-    It appears completely or not at all, and replaces the folder of an earlier drafter.
-
-    Args:
-        path: The folder.
-        config: Configuration of the draft network.
-        tensors: Tensors of the draft network, of one dtype, named as in z-lab's layout.
-        borrowed: Embedding and head of the target, which are cast to that dtype. With a reduced vocabulary the
-            embedding is optional: without it vLLM refuses the folder, and `load_drafter` uses the target's.
-        target_name: Folder or hub name under which readers find the target.
-        target_architectures: `architectures` of the target's config.json.
-        trained: As in `Checkpoint`.
-
-    Raises:
-        ValueError: The tensors do not fit the configuration, or the format cannot express it.
-    """
-    check_tensors(tensor_shapes(config), tensors)
-    dtype = one_dtype(tensors)
-    assert borrowed.head is not None and (borrowed.embedding is not None or borrowed.kept is not None)
-    # Copied, since both may be the same tensor in the target.
-    copies = {"embed_tokens.weight": borrowed.embedding, "lm_head.weight": borrowed.head}
-    given = {name: tensor for name, tensor in copies.items() if tensor is not None}
-    written = {**tensors, **{name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in given.items()}}
-    size = config.vocab_size
-    if borrowed.kept is not None:
-        kept, size = borrowed.kept.cpu(), len(borrowed.kept)
-        written |= vocabulary_maps(kept, config.vocab_size)
-        for name in _rows(config):
-            written[name] = written[name][kept.to(written[name].device)]
-    shapes = _shapes(config, size, maps=borrowed.kept is not None)
-    check_tensors({name: shape for name, shape in shapes.items() if name not in copies or name in given}, written)
-    raw = {**config_dict(config, target_name, target_architectures, size), "dtype": dtype}
-    write_folder(path, raw, written, trained)
 
 
 def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> dict[str, tuple[int, ...]]:
@@ -224,39 +147,65 @@ def _rows(config: DraftConfig) -> tuple[str, ...]:
     return () if kind is None else kind.rows
 
 
-class Speculators:
-    pickle = PICKLED
+class Speculators(Layout):
     borrows = True
 
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Raw) -> bool:
         return "speculators_model_type" in raw
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, StoredTensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[DraftConfig, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[DraftConfig, bool]:
         ids = raw.get("aux_hidden_state_layer_ids")
         least = 1 + max((i for i in ids if type(i) is int), default=0) if isinstance(ids, list) else 1
-        return parse_config(raw, num_target_layers or least)[0], num_target_layers is not None
+        return parse_config(raw, target.num_layers or least)[0], target.num_layers is not None
 
-    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> None:
-        """Return None: the commands depend on the architecture."""
+    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+        raw = read_config(path)
+        with blaming(Path(path, "config.json")):
+            config, size = parse_config(raw, target.num_layers or 0)
+        tensors = {name: tensor for name, tensor in read_tensors(path).items() if name not in UNUSED}
+        with blaming(Path(path)):
+            reduced = size < config.vocab_size
+            optional = ("embed_tokens.weight",) if reduced else ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+            expected = _shapes(config, size)
+            check_tensors({n: s for n, s in expected.items() if n in tensors or n not in optional}, tensors)
+            kept = kept_tokens(tensors.pop("t2d", None), tensors.pop("d2t", None))
+            for name in _rows(config):
+                if kept is None:
+                    break
+                rows = tensors[name]
+                tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
+            embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+            if kept is not None and reduced and head is not None:  # its rows may be in order of frequency
+                kept, head = in_order(kept, head)
+        return Checkpoint(config, tensors, Borrowed(embedding, head, kept if reduced else None))
 
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        return Checkpoint(*read_checkpoint(path, num_target_layers))
+    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+        config_dict(config, target, config.vocab_size)
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        config_dict(config, target_name, target_architectures, config.vocab_size)
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+        """Write a folder that `speculators` and vLLM load.
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        assert checkpoint.borrowed is not None
-        own = checkpoint.config, checkpoint.tensors, checkpoint.borrowed
-        write_checkpoint(path, *own, target_name, target_architectures, checkpoint.trained)
+        With a reduced vocabulary the borrowed embedding is optional: without it vLLM refuses the folder, and
+        `load_drafter` uses the target's.
+        """
+        config, tensors, borrowed = checkpoint.config, checkpoint.tensors, checkpoint.borrowed
+        check_tensors(tensor_shapes(config), tensors)
+        dtype = one_dtype(tensors)
+        assert borrowed is not None and borrowed.head is not None
+        assert borrowed.embedding is not None or borrowed.kept is not None
+        # Copied, since both may be the same tensor in the target.
+        copies = {"embed_tokens.weight": borrowed.embedding, "lm_head.weight": borrowed.head}
+        given = {name: tensor for name, tensor in copies.items() if tensor is not None}
+        written = {**tensors, **{name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in given.items()}}
+        size = config.vocab_size
+        if borrowed.kept is not None:
+            kept, size = borrowed.kept.cpu(), len(borrowed.kept)
+            written |= vocabulary_maps(kept, config.vocab_size)
+            for name in _rows(config):
+                written[name] = written[name][kept.to(written[name].device)]
+        shapes = _shapes(config, size, maps=borrowed.kept is not None)
+        check_tensors({name: shape for name, shape in shapes.items() if name not in copies or name in given}, written)
+        write_folder(path, {**config_dict(config, target, size), "dtype": dtype}, written, checkpoint.trained)
 
 
 LAYOUT = Speculators()

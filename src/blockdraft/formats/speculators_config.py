@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from blockdraft.errors import UsageError
+from blockdraft.formats.base import TargetFacts
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
 
@@ -13,17 +14,15 @@ VERSION = "0.9.0"  # release of speculators whose keys are written
 SHOWN = 200  # characters of an error of transformers, which may list all of its models
 
 
-def named(
-    model_type: str, draft_tokens: int, target_name: str | None, target_architectures: Sequence[str]
-) -> dict[str, Any]:
+def named(model_type: str, draft_tokens: int, target: TargetFacts) -> dict[str, Any]:
     """Return the keys of config.json that name the drafter's kind and its target.
 
     Raises:
         UsageError: Readers cannot load the target.
     """
-    if target_name is not None and is_gguf(target_name):
+    if target.name is not None and is_gguf(target.name):
         raise UsageError(
-            f"The speculators format names the target, and its readers cannot load {target_name}; export with "
+            f"The speculators format names the target, and its readers cannot load {target.name}; export with "
             "--target-name, the folder or hub name of the model that the file was made from."
         )
     return {
@@ -33,7 +32,7 @@ def named(
             "algorithm": model_type,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_tokens}],
-            "verifier": {"name_or_path": target_name, "architectures": [*target_architectures]},
+            "verifier": {"name_or_path": target.name, "architectures": [*target.architectures]},
         },
     }
 

@@ -6,7 +6,7 @@ and SGLang write or read. `parse_config` resolves all variants, and refuses unsu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of, by_name, tensor_shapes
-from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_tensors, write_folder
+from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts
+from blockdraft.formats.folder import blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
 from blockdraft.formats.gguf.rope import paired
-from blockdraft.formats.stored import StoredTensor
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import MAX_LAYERS, DraftConfig, LayerAttention, default_target_layers, need, whole
 
@@ -238,36 +237,22 @@ def one_dtype(tensors: Mapping[str, Tensor]) -> str:
     return dtypes[0]
 
 
-class ZLab:
-    pickle = PICKLED
-    borrows = False
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+class ZLab(Layout):
+    def recognises(self, raw: Raw) -> bool:
         architectures = raw.get("architectures")
         names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
         return any(name in [*by_name()] for name in names)
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, StoredTensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[DraftConfig, bool]:
-        return parse_config(raw, vocabulary), True
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[DraftConfig, bool]:
+        return parse_config(raw, target.vocabulary), True
 
-    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> None:
-        """Return None: the commands depend on the architecture."""
+    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+        return Checkpoint(*read_checkpoint(path, target.vocabulary))
 
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        return Checkpoint(*read_checkpoint(path, vocabulary))
-
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
         config_dict(config)
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
         if checkpoint.borrowed is not None and checkpoint.borrowed.kept is not None:
             kept = f"{len(checkpoint.borrowed.kept)} of {checkpoint.config.vocab_size} tokens"
             raise UsageError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.errors import UsageError
-from blockdraft.formats import Checkpoint, find_layout, layout_of, layouts, read_drafter
+from blockdraft.formats import Checkpoint, TargetFacts, find_layout, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import load_target
@@ -58,7 +58,9 @@ def test_a_published_folder_is_read(tmp_path: Path) -> None:
 def test_round_trip(shared: bool, tmp_path: Path) -> None:
     config = MedusaConfig(8, 20, 3, num_heads=2, num_layers=2, shared_head=shared)
     layout = layouts()["medusa"]
-    layout.write(tmp_path / "heads", Checkpoint(config, tensors(config), trained=Trained("abc", 4)), "some/target", [])
+    layout.write(
+        tmp_path / "heads", Checkpoint(config, tensors(config), trained=Trained("abc", 4)), TargetFacts("some/target")
+    )
     assert {file.name for file in (tmp_path / "heads").iterdir()} == {"config.json", "medusa_lm_head.pt"}
     raw = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert (raw["medusa_num_heads"], raw["medusa_num_layers"]) == (2, 2)
@@ -66,13 +68,13 @@ def test_round_trip(shared: bool, tmp_path: Path) -> None:
     actual = read_drafter(tmp_path / "heads", None, 3)
     assert actual.config == config and actual.trained == Trained("abc", 4)
     assert actual.tensors.keys() == tensors(config).keys()
-    layout.write(tmp_path / "heads", Checkpoint(CONFIG, tensors()), None, [])  # replaces a drafter
+    layout.write(tmp_path / "heads", Checkpoint(CONFIG, tensors()))  # replaces a drafter
     assert read_drafter(tmp_path / "heads", None, 3).config == CONFIG
 
 
 def test_export_of_a_loaded_drafter(tmp_path: Path, tiny_medusa_dir: Path, tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
-    convert(tiny_medusa_dir, tmp_path / "copy", ExportFormat("medusa", "some/target"), target)
+    convert(tiny_medusa_dir, tmp_path / "copy", ExportFormat("medusa", TargetFacts("some/target")), target)
     ours, theirs = load_drafter(tmp_path / "copy", target=target), load_drafter(tiny_medusa_dir, target=target)
     assert type(ours) is type(theirs) and ours.block_size == theirs.block_size == 4
     with pytest.raises(ValueError, match="MedusaConfig is a configuration that z-lab's layout"):
@@ -135,7 +137,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(UsageError, match=r"new cannot be written \(the disk is full, or a file too large\)"):
-            find_layout("medusa").write(tmp_path / "new", Checkpoint(CONFIG, tensors()), None, ())
+            find_layout("medusa").write(tmp_path / "new", Checkpoint(CONFIG, tensors()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [*tmp_path.iterdir()]
@@ -144,10 +146,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_other_configurations_are_refused(tiny_drafter_dir: Path) -> None:
     config = read_drafter(tiny_drafter_dir, None, 3).config
     assert isinstance(config, DraftConfig)
-    with pytest.raises(
-        ValueError, match="The configuration is DraftConfig; the layout medusa holds MedusaConfig alone"
-    ):
-        layouts()["medusa"].check(config, None, [])
+    with pytest.raises(ValueError, match="the configuration must be MedusaConfig, the only one .*, got 'DraftConfig'"):
+        layouts()["medusa"].check(config)
 
 
 def test_a_model_with_heads_is_no_drafter() -> None:

@@ -33,7 +33,7 @@ def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -
     actual, target = read_drafter(tiny_mtp_dir, None, 3), load_target(tiny_target_dir)
     half = {name: tensor.bfloat16() for name, tensor in actual.tensors.items()}
     checkpoint = Checkpoint(actual.config, half, trained=Trained("abc", 4))
-    layouts()["mtp"].write(tmp_path / "head", checkpoint, None, [])
+    layouts()["mtp"].write(tmp_path / "head", checkpoint)
     again = read_drafter(tmp_path / "head", None, 3)
     assert (again.config, again.trained) == (actual.config, Trained("abc", 4))
     assert all(torch.equal(again.tensors[name], half[name]) for name in half)
@@ -67,5 +67,5 @@ def test_what_does_not_fit_is_refused(
 def test_it_goes_by_its_architecture(tiny_drafter_dir: Path) -> None:
     assert layout_of({"architectures": ["MTPDraftModel"]}) is layouts()["mtp"]
     assert layout_of({"architectures": ["Qwen3NextForCausalLM"], "num_nextn_predict_layers": 1}) is None
-    with pytest.raises(ValueError, match="The configuration is DraftConfig; the layout mtp holds MTPConfig alone"):
-        layouts()["mtp"].check(read_drafter(tiny_drafter_dir, None, 3).config, None, [])
+    with pytest.raises(ValueError, match="the configuration must be MTPConfig, the only one .*, got 'DraftConfig'"):
+        layouts()["mtp"].check(read_drafter(tiny_drafter_dir, None, 3).config)

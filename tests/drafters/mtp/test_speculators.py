@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdraft.drafters.mtp.layout import SPECULATORS, parse_config
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.errors import UsageError
-from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
+from blockdraft.formats import Checkpoint, TargetFacts, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
 
 CONFIG = MTPConfig(
@@ -40,7 +40,9 @@ def tensors_of(config: MTPConfig) -> dict[str, Tensor]:
 
 def write(path: Path, config: MTPConfig = CONFIG) -> dict[str, Any]:
     SPECULATORS.write(
-        path, Checkpoint(config, tensors_of(config), trained=Trained("abc", 4)), "some/target", ("ForCausalLM",)
+        path,
+        Checkpoint(config, tensors_of(config), trained=Trained("abc", 4)),
+        TargetFacts("some/target", ("ForCausalLM",)),
     )
     raw: dict[str, Any] = json.loads((path / "config.json").read_text())
     return raw
@@ -130,11 +132,11 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="normed_feedback must be true, .*, got False; keep the layout mtp"):
-        SPECULATORS.check(replace(CONFIG, normed_feedback=False), None, ())
-    with pytest.raises(UsageError, match="the configuration must be an MTPConfig.*, got 'dict'"):
-        SPECULATORS.check({}, None, ())
+        SPECULATORS.check(replace(CONFIG, normed_feedback=False))
+    with pytest.raises(UsageError, match="the configuration must be MTPConfig.*, got 'dict'"):
+        SPECULATORS.check({})
     with pytest.raises(UsageError, match="readers cannot load model.gguf"):
-        SPECULATORS.check(CONFIG, "model.gguf", ())
+        SPECULATORS.check(CONFIG, TargetFacts("model.gguf"))
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from blockdraft.formats import (
     Borrowed,
     Checkpoint,
     Layout,
+    TargetFacts,
     Trained,
     check_fits,
     find_layout,
@@ -25,6 +26,7 @@ from blockdraft.formats import (
     read_config,
     read_drafter,
 )
+from blockdraft.formats.base import NO_TARGET
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.models import located, model_of
@@ -51,13 +53,11 @@ class ExportFormat:
 
     Attributes:
         name: File name of the layout in `formats/`.
-        target_name: Folder or hub name under which readers find the target, for formats that store it.
-        target_architectures: Architectures in the target's config.json, for formats that store them.
+        target: Name and architectures of the target, for formats that store them.
     """
 
     name: str
-    target_name: str | None = None
-    target_architectures: tuple[str, ...] = ()
+    target: TargetFacts = NO_TARGET
 
     @property
     def layout(self) -> Layout:
@@ -66,11 +66,11 @@ class ExportFormat:
 
     def check(self, config: Any) -> None:
         """Raise UsageError unless the format can express this configuration."""
-        self.layout.check(config, self.target_name, self.target_architectures)
+        self.layout.check(config, self.target)
 
     def write(self, out: str | Path, checkpoint: Checkpoint) -> None:
         """Write a folder; see `Layout.write`."""
-        self.layout.write(out, checkpoint, self.target_name, self.target_architectures)
+        self.layout.write(out, checkpoint, self.target)
 
 
 def format_for(
@@ -80,15 +80,15 @@ def format_for(
 
     Args:
         target_path, revision: Folder or hub name that the target was loaded from, and its revision.
-        target_name: See `ExportFormat`; None is where the target was loaded from, or the hub name of a model of the
-            catalogue.
+        target_name: Name under which readers find the target; None is where the target was loaded from, or the hub name
+            of a model of the catalogue.
     """
     find_layout(name)
     place = str(target_path) if target.path is None else str(target.path.resolve())  # a hub name has no folder
     if (model := model_of(target.path)) is not None:
         place = model.hub
     architectures = target.architecture.get("architectures") or []
-    return ExportFormat(name, target_name or place, tuple(architectures))
+    return ExportFormat(name, TargetFacts(target_name or place, tuple(architectures)))
 
 
 def usual_format(drafter: str | Path) -> str:
@@ -105,7 +105,7 @@ def formats_for(config: Any) -> list[str]:
     names = []
     for name, layout in layouts().items():
         with suppress(UsageError):
-            layout.check(config, None, ())
+            layout.check(config)
             names.append(name)
     return names
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.formats import Borrowed, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, read_drafter, speculators, zlab
 from blockdraft.formats.trained import Trained
 from blockdraft.serving.backends import weights_of
 from blockdraft.targets import Target, embedding_and_head, load_target
@@ -61,9 +61,13 @@ def test_zlab_to_speculators_and_back(
     raw = json.loads((tmp_path / "there" / "config.json").read_text())
     verifier = raw["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": str(tiny_target_dir.resolve()), "architectures": ["Qwen3ForCausalLM"]}
-    _, _, own = speculators.read_checkpoint(tmp_path / "there", target.num_layers)
+    own = read_drafter(tmp_path / "there", None, target.num_layers).borrowed
     weights = load_file(tiny_target_dir / "model.safetensors")
-    assert own.embedding is not None and torch.equal(own.embedding, weights["model.embed_tokens.weight"])
+    assert (
+        own is not None
+        and own.embedding is not None
+        and torch.equal(own.embedding, weights["model.embed_tokens.weight"])
+    )
     assert own.head is not None and torch.equal(own.head, weights["lm_head.weight"])
     assert export(tmp_path / "there", "--out", tmp_path / "back")[0] == 0
     (config, tensors), (again, others) = zlab.read_checkpoint(source), zlab.read_checkpoint(tmp_path / "back")
@@ -127,7 +131,7 @@ def test_a_reduced_vocabulary_stays_reduced(
     embedding, head = embedding_and_head(target)
     kept = torch.arange(0, target.vocab_size, 2)
     own = Borrowed(embedding, 2 * head[kept], kept)  # as if it had been trained
-    speculators.write_checkpoint(tmp_path / "half", config, tensors, own, None, [])
+    speculators.LAYOUT.write(tmp_path / "half", Checkpoint(config, tensors, own))
     drafter = load_drafter(tmp_path / "half", target=target)
     state = drafter.new_state(4, 40)
     hidden_states = torch.randn(4, 9, 2 * target.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -136,8 +140,8 @@ def test_a_reduced_vocabulary_stays_reduced(
     assert not (proposal.tokens[:, 1:] % 2).any()  # only tokens of the draft vocabulary
     assert drafted(tmp_path / "half", target)[0] == drafted(tiny_drafter_dir, target)[0]
     assert export(tmp_path / "half", "--format", "speculators", "--out", tmp_path / "again")[0] == 0
-    _, _, again = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
-    assert again.kept is not None and torch.equal(again.kept, kept)
+    again = read_drafter(tmp_path / "again", None, target.num_layers).borrowed
+    assert again is not None and again.kept is not None and torch.equal(again.kept, kept)
     assert own.head is not None and again.head is not None and torch.equal(again.head, own.head)
     code, err = export(tmp_path / "half", "--format", "zlab", "--out", tmp_path / "whole")
     assert code == 2 and "which z-lab's layout cannot express; export to speculators" in err
@@ -175,7 +179,7 @@ def test_a_checkpoint_of_another_target_is_reported(
         ("embed_tokens", Borrowed(embedding.flip(0), head, None)),
         ("lm_head", Borrowed(embedding, -head, None)),
     ):
-        speculators.write_checkpoint(tmp_path / name, config, tensors, own, "another", [])
+        speculators.LAYOUT.write(tmp_path / name, Checkpoint(config, tensors, own), TargetFacts("another"))
         with pytest.raises(ValueError, match=f"{name}.weight of .* differs from the target's; use the target"):
             load_drafter(tmp_path / name, target=target)
 

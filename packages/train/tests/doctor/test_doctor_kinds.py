@@ -117,7 +117,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     """A drafter's folder, with fields in its configuration that differ from training."""
 
     def written(kind: str, found: Checkpoint, **changes: Any) -> Path:
-        find_layout(kind).write(tmp_path / kind, replace(found, config=replace(found.config, **changes)), None, ())
+        find_layout(kind).write(tmp_path / kind, replace(found, config=replace(found.config, **changes)))
         return tmp_path / kind
 
     return written

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_target_layers
-from blockdraft.formats.base import Borrowed, Checkpoint
-from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, Layout, Raw, TargetFacts, check_kind
+from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm, vllm_alone
 from blockdraft.formats.vocabulary import draft_tokens, in_order, kept_tokens, vocabulary_maps
@@ -141,45 +141,31 @@ def _layer_keys(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-class EagleLayout(ABC):
+class EagleLayout(Layout, ABC):
     """Base of the layouts of EAGLE-3."""
 
-    pickle = PICKLED
-    borrows = False
+    @abstractmethod
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Eagle3Config, bool]: ...
 
     @abstractmethod
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[Eagle3Config, bool]: ...
-
-    @abstractmethod
-    def config_dict(
-        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
-    ) -> dict[str, Any]:
+    def config_dict(self, config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
         """Return the content of config.json. Raise a UsageError if the layout cannot express the configuration."""
 
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+            config, _ = self.config(raw, tensors, target)
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        kind, limit = type(config), "Eagle3Config, the only one that this layout holds"
-        need(kind is Eagle3Config, "the configuration", kind.__name__, limit)
-        self.config_dict(config, target_name, target_architectures)
+    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+        check_kind(config, Eagle3Config)
+        self.config_dict(config, target)
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
         config = checkpoint.config
-        self.check(config, target_name, target_architectures)
-        raw = self.config_dict(config, target_name, target_architectures)
+        self.check(config, target)
+        raw = self.config_dict(config, target)
         check_tensors(tensor_shapes(config), checkpoint.tensors)
         tensors = dict(checkpoint.tensors)
         kept = tensors.pop("d2t").cpu() + torch.arange(config.draft_vocab_size)
@@ -195,18 +181,12 @@ class EagleLayout(ABC):
 
 
 class Eagle3Layout(EagleLayout):
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Raw) -> bool:
         architectures = raw.get("architectures")
         names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
         return any(name in ARCHITECTURE_NAMES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[Eagle3Config, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Eagle3Config, bool]:
         eagle = raw.get("eagle_config") or {}
         need(isinstance(eagle, Mapping), "eagle_config", eagle, "a JSON object")
         for key, values in EAGLE.items():
@@ -215,11 +195,11 @@ class Eagle3Layout(EagleLayout):
         ids = eagle.get(IDS)
         if not ids and isinstance(raw.get(IDS), list):
             ids = [entered - 1 for entered in raw[IDS]]
-        ids = ids or _default_target_layers(num_target_layers)
+        ids = ids or _default_target_layers(target.num_layers)
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-        layers = num_target_layers or least_layers(ids) + 1  # an estimate: few drafters read the last layer's output
+        layers = target.num_layers or least_layers(ids) + 1  # an estimate: few drafters read the last layer's output
         config = network_config(raw, renamed(tensors), ids, layers, raw.get("block_size") or BLOCK_SIZE)
-        return config, num_target_layers is not None
+        return config, target.num_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         draft_tokens, layers = config.block_size - 1, config.num_target_layers
@@ -235,9 +215,7 @@ class Eagle3Layout(EagleLayout):
             TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, draft_tokens, target_layers),
         }
 
-    def config_dict(
-        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
-    ) -> dict[str, Any]:
+    def config_dict(self, config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
         need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
         return {
             "architectures": [ARCHITECTURE_NAMES[0]],
@@ -261,19 +239,13 @@ def _misread_by_vllm(drafter: str) -> bool:
 class Eagle3Speculators(EagleLayout):
     borrows = True
 
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Raw) -> bool:
         return raw.get("speculators_model_type") == "eagle3"
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[Eagle3Config, bool]:
-        ids, layers = raw.get(IDS), num_target_layers or 0
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Eagle3Config, bool]:
+        ids, layers = raw.get(IDS), target.num_layers or 0
         if ids is None:
-            target_layers = _default_target_layers(num_target_layers)
+            target_layers = _default_target_layers(target.num_layers)
         else:
             layers = layers or least_layers(ids if isinstance(ids, list) else ())
             target_layers = target_layers_of(raw, IDS, layers)
@@ -283,18 +255,16 @@ class Eagle3Speculators(EagleLayout):
         draft_tokens = whole("speculative_tokens", draft_tokens_text(raw) or 0, minimum=0)
         block_size = max(BLOCK_SIZE, 1 + draft_tokens)
         config = network_config(keys, renamed(tensors), target_layers, layers, block_size)
-        return config, num_target_layers is not None
+        return config, target.num_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
         return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
 
-    def config_dict(
-        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
-    ) -> dict[str, Any]:
+    def config_dict(self, config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
         return {
             "architectures": ["Eagle3Speculator"],
-            **named("eagle3", config.block_size - 1, target_name, target_architectures),
+            **named("eagle3", config.block_size - 1, target),
             "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **_layer_keys(config)},
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.hidden_size,

@@ -6,18 +6,15 @@ behind its n blocks. If the projection is absent, it is the target's; FasterDeco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import Checkpoint
+from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts, check_kind
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
-from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
 from blockdraft.nn.draft_network import shapes_of
 
@@ -27,53 +24,39 @@ NOT_RUN = dict.fromkeys((SGLANG, TENSORRT_LLM, LLAMA_CPP), "it runs no Medusa he
 NOT_RUN = {VLLM: "it reads Medusa's heads in a layout of its own, which is not written here", **NOT_RUN}
 
 
-class Medusa:
+class Medusa(Layout):
     pickle = WEIGHTS
-    borrows = False
 
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Raw) -> bool:
         # The folder of a model that was trained together with its heads has this key too.
         return "medusa_num_heads" in raw and raw.get("architectures") in (None, [NAME])
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[MedusaConfig, bool]:
-        return _config(
-            raw, tensors, num_target_layers or 1
-        ), "num_target_layers" in raw or num_target_layers is not None
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[MedusaConfig, bool]:
+        known = "num_target_layers" in raw or target.num_layers is not None
+        return _config(raw, tensors, target.num_layers or 1), known
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
         with blaming(path):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+            config, _ = self.config(raw, tensors, target)
             check_tensors(shapes_of(lambda: MedusaNetwork(config)), tensors)
         return Checkpoint(config, tensors)
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        if not isinstance(config, MedusaConfig):
-            raise UsageError(
-                f"The configuration is {type(config).__name__}; the layout medusa holds MedusaConfig alone. Write the "
-                "drafter in a layout of its own kind."
-            )
+    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+        check_kind(config, MedusaConfig)
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
         config = checkpoint.config
-        self.check(config, target_name, target_architectures)
+        self.check(config, target)
         check_tensors(shapes_of(lambda: MedusaNetwork(config)), checkpoint.tensors)
         raw = {
             "architectures": [NAME],
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_layers,
-            "base_model_name_or_path": target_name,
+            "base_model_name_or_path": target.name,
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
             "num_target_layers": config.num_target_layers,
@@ -81,9 +64,7 @@ class Medusa:
         write_folder(path, raw, checkpoint.tensors, checkpoint.trained, WEIGHTS)
 
 
-def _config(
-    raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor], num_target_layers: int
-) -> MedusaConfig:
+def _config(raw: Raw, tensors: Mapping[str, Any], num_target_layers: int) -> MedusaConfig:
     """Return the configuration from config.json or else from the tensors."""
     layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1), maximum=MAX_LAYERS)
     # `medusa_num_heads` is not read: published configurations state 2 for files that hold 5 heads.

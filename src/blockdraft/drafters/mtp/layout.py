@@ -7,7 +7,7 @@ one (Qwen3-Next, Qwen3.5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from torch import Tensor
 from blockdraft.drafters.mtp.in_target import StoredHead
 from blockdraft.drafters.mtp.network import MTPConfig
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, one_layer
-from blockdraft.errors import UsageError
-from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts, check_kind
+from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_of, layer_config, named
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.formats.stored import check_floats, stored
@@ -45,20 +44,11 @@ KEYS: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_head
 KEYS += ("vocab_size",) + ("rms_norm_eps", "max_position_embeddings", "attention_bias")
 
 
-class MTP:
-    pickle = PICKLED
-    borrows = False
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+class MTP(Layout):
+    def recognises(self, raw: Raw) -> bool:
         return raw.get("architectures") == [NAME] and "speculators_model_type" not in raw
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[MTPConfig, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[MTPConfig, bool]:
         known = {field.name for field in fields(MTPConfig)}
         given = {name: value for name, value in raw.items() if name in known}
         for name in known - {*given} - {"rope_scaling"}:
@@ -68,25 +58,19 @@ class MTP:
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path)
         with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+            config, _ = self.config(raw, tensors, target)
         with blaming(path):
             check_tensors({PREFIX + name: shape for name, shape in shapes_of(config.network).items()}, tensors)
         return Checkpoint(config, {name.removeprefix(PREFIX): _shifted(name, one, 1) for name, one in tensors.items()})
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        if not isinstance(config, MTPConfig):
-            raise UsageError(
-                f"The configuration is {type(config).__name__}; the layout mtp holds MTPConfig alone. Write the "
-                "drafter in a layout of its own kind."
-            )
+    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+        check_kind(config, MTPConfig)
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        self.check(checkpoint.config, target_name, target_architectures)
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+        self.check(checkpoint.config, target)
         check_tensors(shapes_of(checkpoint.config.network), checkpoint.tensors)
         raw = {"architectures": [NAME], "num_nextn_predict_layers": 1, **asdict(checkpoint.config)}
         tensors = {PREFIX + name: _shifted(name, one, -1) for name, one in checkpoint.tensors.items()}
@@ -98,17 +82,14 @@ def _shifted(name: str, tensor: Tensor, by: int) -> Tensor:
     return tensor + by if tensor.ndim == 1 and "norm" in name else tensor
 
 
-def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
+def config_dict(config: Any, target: TargetFacts) -> dict[str, Any]:
     """Return the content of config.json. Raises ValueError if the format cannot express the configuration."""
-    kind = type(config).__name__
-    need(
-        isinstance(config, MTPConfig), "the configuration", kind, "an MTPConfig, the only one that this layout can hold"
-    )
+    check_kind(config, MTPConfig)
     limit = "true, because in this format a step reads the output of the last norm; keep the layout mtp"
     need(config.normed_feedback, "normed_feedback", config.normed_feedback, limit)
     return {
         "architectures": [NAME],
-        **named(MODEL_TYPE, config.block_size - 1, target_name, target_architectures),
+        **named(MODEL_TYPE, config.block_size - 1, target),
         "num_nextn_predict_layers": 1,
         "transformer_layer_config": {
             "model_type": OURS,
@@ -157,43 +138,34 @@ def parse_config(
     )
 
 
-class MTPSpeculators:
-    pickle = PICKLED
-    borrows = False
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+class MTPSpeculators(Layout):
+    def recognises(self, raw: Raw) -> bool:
         return raw.get("speculators_model_type") == MODEL_TYPE
 
     def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
+        self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts
     ) -> tuple[MTPConfig | TargetMTPConfig, bool]:
         has_experts = StoredHead(Path(), tensors, LAYERS, AROUND).has_experts
-        return parse_config(raw, num_target_layers or 1, has_experts), num_target_layers is not None
+        return parse_config(raw, target.num_layers or 1, has_experts), target.num_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
         raw = read_config(path)
         tensors = {name: stored(tensor) for name, tensor in read_tensors(path).items() if name not in UNUSED}
         with blaming(path):
             check_floats(tensors)
         head = StoredHead(path, tensors, LAYERS, AROUND)
         with blaming(Path(path, "config.json")):
-            config = parse_config(raw, num_target_layers, head.has_experts)
+            config = parse_config(raw, target.num_layers or 1, head.has_experts)
         return Checkpoint(config, head.read(shapes_of(config.network)))
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        config_dict(config, target_name, target_architectures)
+    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+        config_dict(config, target)
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        raw = config_dict(checkpoint.config, target_name, target_architectures)
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+        raw = config_dict(checkpoint.config, target)
         check_tensors(shapes_of(checkpoint.config.network), checkpoint.tensors)
         names = StoredHead(Path(path), {}, LAYERS, AROUND)
         tensors = {names.own(name): tensor for name, tensor in checkpoint.tensors.items()}
