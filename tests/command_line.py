@@ -1,4 +1,4 @@
-"""Fixtures of tests that run commands, and import paths of standard_stream.py, gguf_writer.py and fake_server.py."""
+"""Fixtures of tests that run commands, and import paths of standard_stream.py and gguf_writer.py."""
 
 import functools
 import sys
@@ -12,7 +12,7 @@ import typer.main
 
 from blockdraft import cli
 
-sys.path += [str(Path(__file__).parent / folder) for folder in ("cli", "targets", "evaluation/servers")]
+sys.path += [str(Path(__file__).parent / folder) for folder in ("cli", "targets")]
 
 
 @pytest.fixture(scope="session", autouse=True)

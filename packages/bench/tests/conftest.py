@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for some_results.py
+here = Path(__file__).parent
+sys.path += [str(here), str(here / "servers")]  # for some_results.py and fake_server.py
 
 from some_results import ARGUMENTS, DRAFTED_TRIAL, PLAIN_TRIAL, trial  # noqa: E402
 

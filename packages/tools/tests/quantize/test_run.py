@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable
 from math import exp
 from pathlib import Path
@@ -14,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from thinned import thinned
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "targets"))
 from tiny_families import write_model
+from torch import Tensor
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
