@@ -134,7 +134,7 @@ wheel: .venv/.installed
 
 # The constraints name one torch release, which comes from the package index that pip is set up with.
 # Set-up runs again only when one of these files changes. `make demo` needs the core alone.
-EVERYWHERE = tools bench compat train diffusion radar
+EVERYWHERE = tools bench compat medusa train diffusion radar
 PROJECTS = pyproject.toml constraints.txt $(EVERYWHERE:%=packages/%/pyproject.toml) packages/jax/pyproject.toml packages/mlx/pyproject.toml
 EDITABLE = $(EVERYWHERE:%=-e packages/%)
 INSTALL = $(PIP) install --quiet -c constraints.txt --no-build-isolation

@@ -76,6 +76,7 @@ PACKAGES: dict[str, set[str]] = {
     "tools": set(),
     "bench": set(),
     "compat": set(),
+    "medusa": {"blockdraft_train"},
     "train": {"blockdraft_bench", "blockdraft_tools"},
     "diffusion": {"blockdraft_tools", "blockdraft_train"},
     "radar": set(),

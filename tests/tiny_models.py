@@ -14,13 +14,13 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft_diffusion.flow.network import FlowConfig, FlowNetwork
+from blockdraft_medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft_train.data.documents import Document
 from blockdraft_train.data.token_data import tokenizer_fingerprint
 from blockdraft_train.data.writer import DataWriter

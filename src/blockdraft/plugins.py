@@ -24,6 +24,10 @@ PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "blockdraft-tools": {COMMANDS: ("inspect", "quantize", "export")},
     "blockdraft-bench": {COMMANDS: ("bench", "bench server")},
     "blockdraft-compat": {},
+    "blockdraft-medusa": {
+        DRAFTERS: ("medusa", "MedusaModel", "medusa_num_heads"),  # the last is a key of files that name no architecture
+        "blockdraft_train.variants": ("medusa",),
+    },
     "blockdraft-train": {
         COMMANDS: ("fit", "prompts", "data", "hidden-states", "train", "doctor"),
         RECORDERS: ("folder",),
@@ -48,7 +52,6 @@ KINDS = {
         "eagle3",
         "hybrid",
         "lookup",
-        "medusa",
         "mtp",
         "none",
         "draft_lm",  # last, since it imports transformers for the names of its architectures

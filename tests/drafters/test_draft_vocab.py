@@ -16,12 +16,12 @@ from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, TreePlan
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.draft_vocab import check_draft_vocab, read_draft_vocab
-from blockdraft.drafters.medusa.drafter import MedusaDrafter
-from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.engine.adaptive.costs import path
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target, load_target, with_draft_vocab
+from blockdraft_medusa.drafter import MedusaDrafter
+from blockdraft_medusa.network import MedusaNetwork
 
 KINDS = ["drafter", "dflash2", "dspark", "flow", "mtp", "medusa"]
 KEPT = sorted({(7 * i * i + 3) % 265 for i in range(60)})

@@ -26,7 +26,6 @@ from blockdraft.drafters.dspark.network import (
     DSparkNetwork,  # noqa: E402
 )
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network  # noqa: E402
-from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork  # noqa: E402
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork  # noqa: E402
 from blockdraft.formats import Checkpoint, find_layout  # noqa: E402
 from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
@@ -35,6 +34,7 @@ from blockdraft_diffusion.flow.network import (
     FlowConfig,
     FlowNetwork,  # noqa: E402
 )
+from blockdraft_medusa.network import MedusaConfig, MedusaNetwork  # noqa: E402
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
 MIXTURES = ("qwen3_moe", "qwen2_moe")  # of experts

@@ -243,7 +243,7 @@ def _load(path: str, target: Target) -> Drafter:
         (entry for name in architectures for entry in kinds.values() if name in entry.architectures), None
     )
     if claimant is None:
-        if hint := next(filter(None, (install_hint(DRAFTERS, str(name)) for name in architectures)), None):
+        if hint := next(filter(None, (install_hint(DRAFTERS, str(name)) for name in (*architectures, *config))), None):
             raise UsageError(f"{folder} has the architectures {architectures}; {hint} brings drafters of this kind.")
         known = ", ".join(f"{name} ({_few(kind.architectures)})" for name, kind in kinds.items() if kind.architectures)
         raise UsageError(

@@ -10,7 +10,6 @@ import torch
 
 from blockdraft.drafters.eagle3.layout import tensor_shapes
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
-from blockdraft.drafters.medusa.network import MedusaConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter
 from blockdraft.formats.gguf import open_gguf
@@ -19,6 +18,7 @@ from blockdraft.formats.stored import stored
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.quantization import best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
+from blockdraft_medusa.network import MedusaConfig
 from blockdraft_tools.engines import llama_cpp_line
 from blockdraft_tools.gguf.drafters import drafter_metadata, write_drafter
 from blockdraft_tools.gguf.files import write_gguf

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts, check_kind
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
 from blockdraft.nn.draft_network import shapes_of
+from blockdraft_medusa.network import MedusaConfig, MedusaNetwork
 
 NAME = "MedusaModel"
 WEIGHTS = "medusa_lm_head.pt"

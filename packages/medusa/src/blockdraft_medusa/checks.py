@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
+from blockdraft_medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft_train.doctor.checks import Assumption, VariantChecker, before_norm, precision
 
 

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, TargetFacts, find_layout, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import load_target
+from blockdraft_medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft_tools.export import ExportFormat, convert
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, num_target_layers=3, num_heads=5)

@@ -11,10 +11,10 @@ import torch
 from blockdraft.drafters import load_drafter
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target
+from blockdraft_medusa.train import MedusaRecipe, MedusaVariant
 from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.objectives import slot_weights
-from blockdraft_train.variants.medusa import MedusaRecipe, MedusaVariant
 
 RECIPE = MedusaRecipe(block_size=5, layers=2, save_dtype="float32")
 

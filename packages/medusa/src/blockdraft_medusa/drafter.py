@@ -16,12 +16,12 @@ from torch import Tensor
 from blockdraft.decode.drafting import independent_draft_tokens
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, read_network
-from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.formats import find_layout
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, OBSERVE, mark
+from blockdraft_medusa.network import MedusaNetwork
 
 
 class MedusaDrafter(RunnerDrafter):

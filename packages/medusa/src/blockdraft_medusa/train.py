@@ -13,9 +13,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.settings import Amount, Count, Share, settings
 from blockdraft.targets import Target, embedding_and_head
+from blockdraft_medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft_train.batches import PackedSequences, hidden_states_before
 from blockdraft_train.recipe import Recipe
 from blockdraft_train.variant import Variant, load_init

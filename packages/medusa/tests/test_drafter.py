@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from blockdraft.decode.proposal import Plan, Proposal, TreePlan
 from blockdraft.drafters import drafter_of, load_drafter
 from blockdraft.drafters.base import read_network
-from blockdraft.drafters.medusa.drafter import MedusaDrafter
-from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
+from blockdraft_medusa.drafter import MedusaDrafter
+from blockdraft_medusa.network import MedusaConfig, MedusaNetwork
 
 PROMPT = [7, 60, 33, 12, 9, 21]
 
