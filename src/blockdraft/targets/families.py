@@ -33,6 +33,7 @@ class Family:
     """A family of models. Its functions take a model's configuration.
 
     Attributes:
+        name: Name of its classes in transformers, such as `LlamaForCausalLM`, without the ending.
         layers: Kind of each layer.
         differences: Fields of `DecoderConfig` that differ from those of Llama without biases.
         rotates_all: Whether all channels of a head are rotated.
@@ -40,13 +41,20 @@ class Family:
             not part of the causal language model.
         tensors: Returns the tensors of a checkpoint under our names, where theirs differ. It takes the tensors and the
             configuration.
+        gguf: Architectures of llama.cpp. Files are written as the last.
     """
 
+    name: str
     layers: Callable[[AnyConfig], tuple[LayerKind, ...]]
     differences: Callable[[AnyConfig], dict[str, Any]]
     rotates_all: bool = True
     has_other_parts: bool = False
     tensors: Callable[[Mapping[str, StoredTensor], AnyConfig], dict[str, StoredTensor]] | None = None
+    gguf: tuple[str, ...] = ()
+
+    @property
+    def causal_lm(self) -> str:
+        return f"{self.name}ForCausalLM"
 
 
 def text_part(config: AnyConfig) -> AnyConfig:
@@ -602,32 +610,60 @@ def _olmo2(config: AnyConfig) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "deepseek_v2": Family(latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
-    "deepseek_v3": Family(latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
-    "gemma": Family(equal_layers, _gemma),
-    "gemma2": Family(mixed_layers, _gemma2),
-    "gemma3_text": Family(mixed_layers, _gemma3),
-    "gemma4_text": Family(mixed_shape_layers, _gemma4, rotates_all=False, has_other_parts=True),
-    "glm4_moe_lite": Family(latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
-    "gpt_oss": Family(sparse_layers, _gpt_oss, tensors=gpt_oss_tensors),
-    "granite": Family(equal_layers, _granite),
-    "granitemoehybrid": Family(granite_hybrid_layers, _granite_hybrid, tensors=granite_hybrid_tensors),
-    "lfm2": Family(convolved_layers, _lfm2),
-    "lfm2_moe": Family(convolved_layers, _lfm2_moe),
-    "llama": Family(equal_layers, _llama),
-    "ministral3": Family(windowed_layers, _mistral),
-    "mistral": Family(windowed_layers, _mistral),
-    "nemotron_h": Family(nemotron_h_layers, _nemotron_h, tensors=nemotron_h_tensors),
-    "olmo2": Family(equal_layers, _olmo2),
-    "olmo3": Family(mixed_layers, _olmo2),
-    "phi3": Family(windowed_layers, _phi3, rotates_all=False),
-    "qwen2": Family(mixed_layers, _qwen2),
-    "qwen2_moe": Family(routed_layers, _qwen2_moe),
-    "qwen3": Family(mixed_layers, _qwen3),
-    "qwen3_5_moe_text": Family(routed_recurrent_layers, _qwen3_5_moe, rotates_all=False, has_other_parts=True),
-    "qwen3_5_text": Family(recurrent_layers, _qwen3_5, rotates_all=False, has_other_parts=True),
-    "qwen3_moe": Family(routed_layers, _qwen3_moe),
-    "qwen3_next": Family(routed_recurrent_layers, _qwen3_next, rotates_all=False, tensors=qwen3_next_tensors),
-    "qwen3_vl_text": Family(equal_layers, _qwen3, has_other_parts=True),
-    "smollm3": Family(partly_rotated_layers, _llama),
+    "deepseek_v2": Family("DeepseekV2", latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
+    "deepseek_v3": Family(
+        "DeepseekV3", latent_layers, _latent, rotates_all=False, tensors=latent_tensors, gguf=("deepseek2",)
+    ),
+    "gemma": Family("Gemma", equal_layers, _gemma, gguf=("gemma",)),
+    "gemma2": Family("Gemma2", mixed_layers, _gemma2, gguf=("gemma2",)),
+    "gemma3_text": Family("Gemma3", mixed_layers, _gemma3, gguf=("gemma3",)),
+    "gemma4_text": Family(
+        "Gemma4", mixed_shape_layers, _gemma4, rotates_all=False, has_other_parts=True, gguf=("gemma4",)
+    ),
+    "glm4_moe_lite": Family("Glm4MoeLite", latent_layers, _latent, rotates_all=False, tensors=latent_tensors),
+    "gpt_oss": Family("GptOss", sparse_layers, _gpt_oss, tensors=gpt_oss_tensors, gguf=("gpt-oss",)),
+    "granite": Family("Granite", equal_layers, _granite, gguf=("granite",)),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybrid",
+        granite_hybrid_layers,
+        _granite_hybrid,
+        tensors=granite_hybrid_tensors,
+        gguf=("granitehybrid",),
+    ),
+    "lfm2": Family("Lfm2", convolved_layers, _lfm2, gguf=("lfm2",)),
+    "lfm2_moe": Family("Lfm2Moe", convolved_layers, _lfm2_moe, gguf=("lfm2moe",)),
+    "llama": Family("Llama", equal_layers, _llama, gguf=("llama",)),
+    "ministral3": Family("Ministral3", windowed_layers, _mistral, gguf=("mistral3",)),
+    "mistral": Family("Mistral", windowed_layers, _mistral),
+    "nemotron_h": Family(
+        "NemotronH", nemotron_h_layers, _nemotron_h, tensors=nemotron_h_tensors, gguf=("nemotron_h", "nemotron_h_moe")
+    ),
+    "olmo2": Family("Olmo2", equal_layers, _olmo2, gguf=("olmo2",)),
+    "olmo3": Family("Olmo3", mixed_layers, _olmo2),
+    "phi3": Family("Phi3", windowed_layers, _phi3, rotates_all=False, gguf=("phi3",)),
+    "qwen2": Family("Qwen2", mixed_layers, _qwen2, gguf=("qwen2",)),
+    "qwen2_moe": Family("Qwen2Moe", routed_layers, _qwen2_moe, gguf=("qwen2moe",)),
+    "qwen3": Family("Qwen3", mixed_layers, _qwen3, gguf=("qwen3vl", "qwen3")),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5Moe",
+        routed_recurrent_layers,
+        _qwen3_5_moe,
+        rotates_all=False,
+        has_other_parts=True,
+        gguf=("qwen35moe",),
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5", recurrent_layers, _qwen3_5, rotates_all=False, has_other_parts=True, gguf=("qwen35",)
+    ),
+    "qwen3_moe": Family("Qwen3Moe", routed_layers, _qwen3_moe, gguf=("qwen3vlmoe", "qwen3moe")),
+    "qwen3_next": Family(
+        "Qwen3Next",
+        routed_recurrent_layers,
+        _qwen3_next,
+        rotates_all=False,
+        tensors=qwen3_next_tensors,
+        gguf=("qwen3next",),
+    ),
+    "qwen3_vl_text": Family("Qwen3VLText", equal_layers, _qwen3, has_other_parts=True),
+    "smollm3": Family("SmolLM3", partly_rotated_layers, _llama, gguf=("smollm3",)),
 }

@@ -13,11 +13,11 @@ from thinned import thinned
 from torch import Tensor
 
 from blockdraft.formats.quantized import NotRead, read_quantized
-from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.formats.stored import FEW_BITS, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import load_target
+from blockdraft_tools.model_folder import parts_of
 
 OUT, IN, GROUP = 16, 64, 32
 NAME = "model.layers.0.mlp.up_proj"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.folders import clear_remains, held, replaced
 from blockdraft.formats.folder import with_rope_theta
-from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.nn.quantization import QuantizedWeight
 
 SHARD = 2_000_000_000  # approximate bytes per file, which are in memory together
@@ -115,3 +115,31 @@ def new_folder(out: Path, need: int) -> Iterator[Path]:
                 yield new
         except (OSError, SafetensorError) as error:
             raise UsageError(f"{out} cannot be written ({error}); nothing of it is left.") from error
+
+
+def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors of a weight in `pack-quantized`; scales must not be nested, and zero points be integers."""
+    assert isinstance(weight.scale, Tensor), weight.scale
+    middle, codes = 1 << weight.bits - 1, weight.codes.view(torch.uint8)
+    values = codes ^ 128 if weight.bits == 8 else (weight.codes + (8 if weight.offset is None else 0)).view(torch.uint8)
+    parts = {
+        f"{module}.weight_packed": packed(values, weight.bits),
+        f"{module}.weight_scale": weight.scale,
+        f"{module}.weight_shape": torch.tensor(weight.shape),
+    }
+    if weight.offset is not None:
+        shift = middle if weight.bits == 8 else 0
+        zeros = (shift - weight.offset.float() / weight.scale.float()).round()
+        zeros = torch.where(weight.scale == 0, float(middle), zeros).to(torch.uint8).T
+        rest = -zeros.size(1) % (32 // weight.bits)
+        parts[f"{module}.weight_zero_point"] = packed(
+            torch.nn.functional.pad(zeros, (0, rest)), weight.bits
+        ).T.contiguous()
+    return parts
+
+
+def packed(values: Tensor, bits: int) -> Tensor:
+    """Pack unsigned values `[n, values]` uint8 into int32 words `[n, words]`, lowest bits first."""
+    octets = values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
+    # Copied to standard strides; `contiguous` keeps any stride of a dimension of size 1.
+    return octets.clone(memory_format=torch.contiguous_format).view(torch.int32)

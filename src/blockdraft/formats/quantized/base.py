@@ -75,12 +75,6 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
 
 
-def packed(values: Tensor, bits: int) -> Tensor:
-    """Invert `unpacked`."""
-    octets = values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
-    return _own(octets).view(torch.int32)
-
-
 def _own(tensor: Tensor) -> Tensor:
     """Copy with standard strides; `contiguous` keeps any stride of a dimension of size 1."""
     return tensor.clone(memory_format=torch.contiguous_format)

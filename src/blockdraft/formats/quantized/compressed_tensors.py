@@ -20,7 +20,6 @@ from blockdraft.formats.quantized.base import (
     check_order,
     few_bits,
     lazily,
-    packed,
     part_of,
     unpacked,
 )
@@ -126,24 +125,3 @@ def _spread(factors: StoredTensor, outputs: int) -> Tensor:
     """Expand factors to `[out, groups]`, if all outputs share one."""
     values = factors.tensor()
     return values if values.ndim == 2 else values.reshape(1, 1).expand(outputs, 1)
-
-
-def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of a weight in `pack-quantized`; scales must not be nested, and zero points be integers."""
-    assert isinstance(weight.scale, Tensor), weight.scale
-    middle, codes = 1 << weight.bits - 1, weight.codes.view(torch.uint8)
-    values = codes ^ 128 if weight.bits == 8 else (weight.codes + (8 if weight.offset is None else 0)).view(torch.uint8)
-    parts = {
-        f"{module}.weight_packed": packed(values, weight.bits),
-        f"{module}.weight_scale": weight.scale,
-        f"{module}.weight_shape": torch.tensor(weight.shape),
-    }
-    if weight.offset is not None:
-        shift = middle if weight.bits == 8 else 0
-        zeros = (shift - weight.offset.float() / weight.scale.float()).round()
-        zeros = torch.where(weight.scale == 0, float(middle), zeros).to(torch.uint8).T
-        rest = -zeros.size(1) % (32 // weight.bits)
-        parts[f"{module}.weight_zero_point"] = packed(
-            torch.nn.functional.pad(zeros, (0, rest)), weight.bits
-        ).T.contiguous()
-    return parts

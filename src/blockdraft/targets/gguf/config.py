@@ -15,65 +15,12 @@ from torch import Tensor
 from blockdraft.formats.gguf import GGUFFile, GGUFTensor
 from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS
 from blockdraft.targets.base import NotCovered
+from blockdraft.targets.families import FAMILIES
 from blockdraft.targets.model_config import AnyConfig, make_config
 
-# `model_type` by the architectures of llama.cpp.
-FAMILIES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen2moe": "qwen2_moe",
-    "qwen3vl": "qwen3",  # the text part of Qwen3-VL
-    "qwen3vlmoe": "qwen3_moe",
-    "qwen3": "qwen3",  # behind the others of its family, so that files are written as this one
-    "qwen3moe": "qwen3_moe",
-    "qwen3next": "qwen3_next",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "deepseek2": "deepseek_v3",  # or DeepSeek-V2, or GLM-4.7-Flash, which differs from DeepSeek-V3 in sizes alone
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "gpt-oss": "gpt_oss",
-    "granite": "granite",
-    "granitehybrid": "granitemoehybrid",
-    "lfm2": "lfm2",
-    "lfm2moe": "lfm2_moe",
-    "mistral3": "ministral3",
-    "nemotron_h": "nemotron_h",
-    "nemotron_h_moe": "nemotron_h",
-    "olmo2": "olmo2",  # and OLMo 3, whose files have a window
-    "phi3": "phi3",
-    "smollm3": "smollm3",
-}
-CAUSAL_LMS = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama", "olmo3": "olmo2"}
+# `model_type` by the architectures of llama.cpp, and the reverse.
+MODEL_TYPES = {name: model_type for model_type, family in FAMILIES.items() for name in family.gguf}
+ARCHITECTURES = {family: name for name, family in MODEL_TYPES.items()} | {"mistral": "llama", "olmo3": "olmo2"}
 GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # defaults of llama.cpp, of attention and logits
 # Factors of Granite by their keys in files, with llama.cpp's defaults.
 GRANITE_SCALES = {
@@ -102,7 +49,8 @@ Get = Callable[..., Any]  # takes a key without the architecture, and an optiona
 
 def causal_lm(file: GGUFFile) -> str | None:
     """Return the class in transformers of the language model in a file, or None if it holds none of a known family."""
-    return CAUSAL_LMS.get(FAMILIES.get(str(file.metadata.get("general.architecture")), ""))
+    model_type = MODEL_TYPES.get(str(file.metadata.get("general.architecture")))
+    return None if model_type is None else FAMILIES[model_type].causal_lm
 
 
 def gguf_config(file: GGUFFile) -> AnyConfig:
@@ -113,8 +61,8 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
     """
     metadata = file.metadata
     name = metadata.get("general.architecture")
-    if name not in FAMILIES:
-        raise NotCovered(f"its architecture {name} is none of {', '.join(FAMILIES)}")
+    if name not in MODEL_TYPES:
+        raise NotCovered(f"its architecture {name} is none of {', '.join(MODEL_TYPES)}")
 
     def get(key: str, *default: Any) -> Any:
         if f"{name}.{key}" not in metadata and not default:
@@ -141,7 +89,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         raise NotCovered("it is a mixture of experts")
     if name != LATENT:
         check_settings(get, head_dim, rotates_all=name not in (*PARTLY_ROTATED, *NEMOTRON))
-    family = FAMILIES[name]
+    family = MODEL_TYPES[name]
     fields = {
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
@@ -199,7 +147,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         fields |= expert_fields(file, name, get, fields)
     if name == LATENT and "topk_method" in fields:
         family = "deepseek_v2"
-    return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
+    return make_config({"model_type": family, "architectures": [FAMILIES[family].causal_lm], **fields})
 
 
 def check_settings(get: Get, head_dim: int, rotates_all: bool) -> None:
