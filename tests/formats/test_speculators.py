@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.drafters.dspark.network import DSparkConfig
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, speculators, zlab
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.speculators import LAYOUT, config_dict, parse_config
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
@@ -35,11 +35,11 @@ def tensors_of(config: DraftConfig) -> dict[str, Tensor]:
     return {name: torch.randn(*s, generator=generator).bfloat16() for name, s in tensor_shapes(config).items()}
 
 
-TARGET = TargetFacts("some/target", ("Qwen3ForCausalLM",))
+TARGET = DrafterTarget("some/target", ("Qwen3ForCausalLM",))
 
 
 def read_checkpoint(path: Path, num_layers: int) -> tuple[Any, Any, Borrowed]:
-    read = LAYOUT.read(path, TargetFacts(num_layers=num_layers))
+    read = LAYOUT.read(path, DrafterTarget(num_layers=num_layers))
     assert read.borrowed is not None
     return read.config, read.tensors, read.borrowed
 
@@ -213,9 +213,9 @@ def test_write_refuses_what_the_format_cannot_say(tmp_path: Path, config: DraftC
 
 def test_a_gguf_file_is_no_name_for_a_target() -> None:
     """Readers of the format load embedding and head of the target by that name."""
-    speculators.LAYOUT.check(CONFIG, TargetFacts("owner/name"))
+    speculators.LAYOUT.check(CONFIG, DrafterTarget("owner/name"))
     with pytest.raises(ValueError, match=r"readers cannot load models/m\.gguf; export with --target-name"):
-        speculators.LAYOUT.check(CONFIG, TargetFacts("models/m.gguf"))
+        speculators.LAYOUT.check(CONFIG, DrafterTarget("models/m.gguf"))
 
 
 def test_read_refuses_contradictory_vocabularies(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, read_drafter, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.torch_runner import CachedAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
@@ -29,8 +29,8 @@ CONTEXT, ANCHOR = 20, 7
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
-def named(target: Path) -> TargetFacts:
-    return TargetFacts(str(target), ARCHITECTURES)
+def named(target: Path) -> DrafterTarget:
+    return DrafterTarget(str(target), ARCHITECTURES)
 
 
 @pytest.fixture(scope="module")

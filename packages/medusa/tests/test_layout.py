@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
-from blockdraft.formats import Checkpoint, TargetFacts, find_layout, layout_of, layouts, read_drafter
+from blockdraft.formats import Checkpoint, DrafterTarget, find_layout, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import load_target
@@ -59,7 +59,7 @@ def test_round_trip(shared: bool, tmp_path: Path) -> None:
     config = MedusaConfig(8, 20, 3, num_heads=2, num_layers=2, shared_head=shared)
     layout = layouts()["medusa"]
     layout.write(
-        tmp_path / "heads", Checkpoint(config, tensors(config), trained=Trained("abc", 4)), TargetFacts("some/target")
+        tmp_path / "heads", Checkpoint(config, tensors(config), trained=Trained("abc", 4)), DrafterTarget("some/target")
     )
     assert {file.name for file in (tmp_path / "heads").iterdir()} == {"config.json", "medusa_lm_head.pt"}
     raw = json.loads((tmp_path / "heads" / "config.json").read_text())
@@ -74,7 +74,7 @@ def test_round_trip(shared: bool, tmp_path: Path) -> None:
 
 def test_export_of_a_loaded_drafter(tmp_path: Path, tiny_medusa_dir: Path, tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
-    convert(tiny_medusa_dir, tmp_path / "copy", ExportFormat("medusa", TargetFacts("some/target")), target)
+    convert(tiny_medusa_dir, tmp_path / "copy", ExportFormat("medusa", DrafterTarget("some/target")), target)
     ours, theirs = load_drafter(tmp_path / "copy", target=target), load_drafter(tiny_medusa_dir, target=target)
     assert type(ours) is type(theirs) and ours.block_size == theirs.block_size == 4
     with pytest.raises(ValueError, match="MedusaConfig is a configuration that z-lab's layout"):

@@ -8,7 +8,7 @@ import torch
 
 from blockdraft.drafters import entries, load_drafter
 from blockdraft.errors import UsageError
-from blockdraft.formats import TargetFacts, layouts, read_drafter
+from blockdraft.formats import DrafterTarget, layouts, read_drafter
 from blockdraft.models import bundled_drafter, known
 from blockdraft.targets import load_target
 from blockdraft_tools.export import ExportFormat, export
@@ -168,7 +168,7 @@ def test_every_variant_trains_a_drafter_that_is_registered_whole(
     network = variant.network(config)
     assert type(network) is entry.network and len(entry.layouts) > 0
     for layout in entry.layouts:
-        written = ExportFormat(layout, TargetFacts(str(tiny_target_dir), ("Qwen3ForCausalLM",)))
+        written = ExportFormat(layout, DrafterTarget(str(tiny_target_dir), ("Qwen3ForCausalLM",)))
         export(tmp_path / layout, written, config, variant.saved(network.state_dict()), target)
         assert type(load_drafter(tmp_path / layout, target=target)) is entry.drafter
 

@@ -10,8 +10,8 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.base import (
     Borrowed,
     Checkpoint,
+    DrafterTarget,
     Layout,
-    TargetFacts,
     check_fits,
     find_layout,
     layout_of,
@@ -24,7 +24,7 @@ from blockdraft.formats.trained import Trained
 
 
 def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-    """Read a folder of any layout, or a GGUF file. See `TargetFacts` and `Layout.read`."""
+    """Read a folder of any layout, or a GGUF file. See `DrafterTarget` and `Layout.read`."""
     if is_gguf(path):
         return read_gguf_drafter(path, num_target_layers)
     raw = read_config(path)
@@ -34,10 +34,10 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
             f"{Path(path, 'config.json')} does not describe a drafter; the known layouts are {', '.join(layouts())}."
         )
     return replace(
-        layout.read(Path(path), TargetFacts(vocabulary=vocabulary, num_layers=num_target_layers)),
+        layout.read(Path(path), DrafterTarget(vocabulary=vocabulary, num_layers=num_target_layers)),
         trained=Trained.read(raw),
     )
 
 
-__all__ = ["Borrowed", "Checkpoint", "Layout", "TargetFacts", "check_fits", "check_writable", "find_layout"]
+__all__ = ["Borrowed", "Checkpoint", "Layout", "DrafterTarget", "check_fits", "check_writable", "find_layout"]
 __all__ += ["layout_of", "layouts", "read_config", "read_drafter", "Trained"]

@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class DrafterTarget:
     """What is known of a drafter's target; None or empty if it is unknown.
 
     Attributes:
@@ -68,7 +68,7 @@ class TargetFacts:
     num_layers: int | None = None
 
 
-NO_TARGET = TargetFacts()
+NO_TARGET = DrafterTarget()
 
 
 class Layout(Protocol):
@@ -89,7 +89,7 @@ class Layout(Protocol):
     def recognises(self, raw: Raw) -> bool:
         """Return whether a parsed config.json has this layout."""
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Any, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[Any, bool]:
         """Return the configuration of a parsed config.json, and whether its number of target layers is known.
 
         If it is unknown, it is the minimum that the target layers need.
@@ -111,13 +111,13 @@ class Layout(Protocol):
         """
         return None
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         """Read a folder. Raise a ValueError if it is incomplete or broken, or asks for something unsupported."""
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         """Raise a ValueError if the layout cannot express this configuration."""
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         """Write a folder. It appears completely or not at all, and replaces the folder of an earlier drafter.
 
         Raises:

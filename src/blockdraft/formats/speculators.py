@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
-from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, Layout, Raw, TargetFacts
+from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, DrafterTarget, Layout, Raw
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.vocabulary import in_order, kept_tokens, vocabulary_maps
@@ -100,7 +100,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     return config, int(size or 0)
 
 
-def config_dict(config: DraftConfig, target: TargetFacts, draft_vocab_size: int) -> dict[str, Any]:
+def config_dict(config: DraftConfig, target: DrafterTarget, draft_vocab_size: int) -> dict[str, Any]:
     """Return config.json. Raise a UsageError if the format cannot express the configuration."""
     architecture = architecture_of(config)
     kind = architecture.speculator
@@ -153,12 +153,12 @@ class Speculators(Layout):
     def recognises(self, raw: Raw) -> bool:
         return "speculators_model_type" in raw
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[DraftConfig, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[DraftConfig, bool]:
         ids = raw.get("aux_hidden_state_layer_ids")
         least = 1 + max((i for i in ids if type(i) is int), default=0) if isinstance(ids, list) else 1
         return parse_config(raw, target.num_layers or least)[0], target.num_layers is not None
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         raw = read_config(path)
         with blaming(Path(path, "config.json")):
             config, size = parse_config(raw, target.num_layers or 0)
@@ -179,10 +179,10 @@ class Speculators(Layout):
                 kept, head = in_order(kept, head)
         return Checkpoint(config, tensors, Borrowed(embedding, head, kept if reduced else None))
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         config_dict(config, target, config.vocab_size)
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         """Write a folder that `speculators` and vLLM load.
 
         With a reduced vocabulary the borrowed embedding is optional: without it vLLM refuses the folder, and

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import TargetFacts
+from blockdraft.formats.base import DrafterTarget
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
 
@@ -14,7 +14,7 @@ VERSION = "0.9.0"  # release of speculators whose keys are written
 SHOWN = 200  # characters of an error of transformers, which may list all of its models
 
 
-def named(model_type: str, draft_tokens: int, target: TargetFacts) -> dict[str, Any]:
+def named(model_type: str, draft_tokens: int, target: DrafterTarget) -> dict[str, Any]:
     """Return the keys of config.json that name the drafter's kind and its target.
 
     Raises:

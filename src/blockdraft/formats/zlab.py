@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of, by_name, tensor_shapes
-from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts
+from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw
 from blockdraft.formats.folder import blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
 from blockdraft.formats.gguf.rope import paired
@@ -243,16 +243,16 @@ class ZLab(Layout):
         names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
         return any(name in [*by_name()] for name in names)
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[DraftConfig, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[DraftConfig, bool]:
         return parse_config(raw, target.vocabulary), True
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, target.vocabulary))
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         config_dict(config)
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         if checkpoint.borrowed is not None and checkpoint.borrowed.kept is not None:
             kept = f"{len(checkpoint.borrowed.kept)} of {checkpoint.config.vocab_size} tokens"
             raise UsageError(

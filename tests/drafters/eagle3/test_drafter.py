@@ -20,7 +20,7 @@ from blockdraft.drafters.eagle3 import layout as eagle3_layout
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.errors import UsageError
-from blockdraft.formats import TargetFacts, read_drafter
+from blockdraft.formats import DrafterTarget, read_drafter
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
@@ -358,7 +358,7 @@ def test_a_drafter_of_another_target_is_refused(
     actual = read_drafter(tiny_eagle3_dir, None, 3)
     foreign = Borrowed(target.embed(torch.arange(target.vocab_size)) + 1, None, None)
     eagle3_layout.SPECULATORS.write(
-        tmp_path / "other", Checkpoint(actual.config, actual.tensors, foreign), TargetFacts("x", ("y",))
+        tmp_path / "other", Checkpoint(actual.config, actual.tensors, foreign), DrafterTarget("x", ("y",))
     )
     with pytest.raises(UsageError, match="embed_tokens.weight of .*other differs from the target's"):
         load_drafter(tmp_path / "other", target=target)

@@ -13,7 +13,7 @@ from blockdraft.drafters.eagle3 import layout as eagle3
 from blockdraft.drafters.eagle3.layout import tensor_shapes
 from blockdraft.drafters.eagle3.network import Eagle3Config
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, layout_of, layouts, read_drafter
+from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, layout_of, layouts, read_drafter
 from blockdraft.formats.starting import Start
 
 KEPT = torch.tensor([0, 3, 4, 9, 62])
@@ -54,7 +54,7 @@ def tensors_of(config: Eagle3Config) -> dict[str, Tensor]:
 def write(path: Path, config: Eagle3Config = CONFIG, layout: Any = eagle3.LAYOUT) -> dict[str, Any]:
     embedding = torch.arange(64 * 16).view(64, 16).bfloat16()
     own = Checkpoint(config, tensors_of(config), Borrowed(embedding, None, None))
-    layout.write(path, own, TargetFacts("some/target", ("Qwen3ForCausalLM",)))
+    layout.write(path, own, DrafterTarget("some/target", ("Qwen3ForCausalLM",)))
     raw: dict[str, Any] = json.loads((path / "config.json").read_text())
     return raw
 
@@ -271,7 +271,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a target layer must be below the last target layer, 9.*, got 9"):
         eagle3.SPECULATORS.check(replace(CONFIG, target_layers=(1, 5, 9)))
     with pytest.raises(UsageError, match=r"readers cannot load .*\.gguf"):
-        eagle3.SPECULATORS.check(CONFIG, TargetFacts("model.gguf"))
+        eagle3.SPECULATORS.check(CONFIG, DrafterTarget("model.gguf"))
     for layout in (eagle3.LAYOUT, eagle3.SPECULATORS):
         with pytest.raises(UsageError, match="the configuration must be Eagle3Config.*, got 'dict'"):
             layout.check({})

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdraft.drafters.mtp.layout import SPECULATORS, parse_config
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.errors import UsageError
-from blockdraft.formats import Checkpoint, TargetFacts, layout_of, layouts, read_drafter
+from blockdraft.formats import Checkpoint, DrafterTarget, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
 
 CONFIG = MTPConfig(
@@ -42,7 +42,7 @@ def write(path: Path, config: MTPConfig = CONFIG) -> dict[str, Any]:
     SPECULATORS.write(
         path,
         Checkpoint(config, tensors_of(config), trained=Trained("abc", 4)),
-        TargetFacts("some/target", ("ForCausalLM",)),
+        DrafterTarget("some/target", ("ForCausalLM",)),
     )
     raw: dict[str, Any] = json.loads((path / "config.json").read_text())
     return raw
@@ -136,7 +136,7 @@ def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the configuration must be MTPConfig.*, got 'dict'"):
         SPECULATORS.check({})
     with pytest.raises(UsageError, match="readers cannot load model.gguf"):
-        SPECULATORS.check(CONFIG, TargetFacts("model.gguf"))
+        SPECULATORS.check(CONFIG, DrafterTarget("model.gguf"))
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts, check_kind
+from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw, check_kind
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
@@ -31,24 +31,24 @@ class Medusa(Layout):
         # The folder of a model that was trained together with its heads has this key too.
         return "medusa_num_heads" in raw and raw.get("architectures") in (None, [NAME])
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[MedusaConfig, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[MedusaConfig, bool]:
         known = "num_target_layers" in raw or target.num_layers is not None
         return _config(raw, tensors, target.num_layers or 1), known
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
         with blaming(path):
             config, _ = self.config(raw, tensors, target)
             check_tensors(shapes_of(lambda: MedusaNetwork(config)), tensors)
         return Checkpoint(config, tensors)
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         check_kind(config, MedusaConfig)
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         config = checkpoint.config
         self.check(config, target)
         check_tensors(shapes_of(lambda: MedusaNetwork(config)), checkpoint.tensors)

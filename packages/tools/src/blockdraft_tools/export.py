@@ -17,8 +17,8 @@ from blockdraft.folders import clear_remains, held
 from blockdraft.formats import (
     Borrowed,
     Checkpoint,
+    DrafterTarget,
     Layout,
-    TargetFacts,
     Trained,
     check_fits,
     find_layout,
@@ -57,7 +57,7 @@ class ExportFormat:
     """
 
     name: str
-    target: TargetFacts = NO_TARGET
+    target: DrafterTarget = NO_TARGET
 
     @property
     def layout(self) -> Layout:
@@ -88,7 +88,7 @@ def format_for(
     if (model := model_of(target.path)) is not None:
         place = model.hub
     architectures = target.architecture.get("architectures") or []
-    return ExportFormat(name, TargetFacts(target_name or place, tuple(architectures)))
+    return ExportFormat(name, DrafterTarget(target_name or place, tuple(architectures)))
 
 
 def usual_format(drafter: str | Path) -> str:

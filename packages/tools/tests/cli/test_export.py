@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, read_drafter, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, read_drafter, speculators, zlab
 from blockdraft.formats.trained import Trained
 from blockdraft.serving.backends import weights_of
 from blockdraft.targets import Target, embedding_and_head, load_target
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_another_target_is_reported(
         ("embed_tokens", Borrowed(embedding.flip(0), head, None)),
         ("lm_head", Borrowed(embedding, -head, None)),
     ):
-        speculators.LAYOUT.write(tmp_path / name, Checkpoint(config, tensors, own), TargetFacts("another"))
+        speculators.LAYOUT.write(tmp_path / name, Checkpoint(config, tensors, own), DrafterTarget("another"))
         with pytest.raises(ValueError, match=f"{name}.weight of .* differs from the target's; use the target"):
             load_drafter(tmp_path / name, target=target)
 

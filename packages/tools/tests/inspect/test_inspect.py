@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.drafters import TINY_DRAFTER, load_drafter
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, Checkpoint, TargetFacts, layouts, read_drafter, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, layouts, read_drafter, speculators, zlab
 from blockdraft.formats.trained import Trained
 from blockdraft.models import bundled_drafter, known, models_folder
 from blockdraft.nn.draft_config import LayerAttention
@@ -142,7 +142,7 @@ def test_speculators(variant: Variant, tiny_target_dir: Path, tmp_path: Path) ->
     embedding, head = embedding_and_head(load_target(tiny_target_dir))
     kept = torch.arange(0, 265, 5)
     own = Borrowed(embedding.detach(), head.detach()[kept], kept)
-    target = TargetFacts("owner/model", ("Qwen3ForCausalLM",))
+    target = DrafterTarget("owner/model", ("Qwen3ForCausalLM",))
     speculators.LAYOUT.write(tmp_path / "s", Checkpoint(config, tensors, own), target)
     found = inspect(tmp_path / "s")
     assert found.layout == "speculators" and found.wants["name"] == "owner/model" and found.wants["layers"] is None

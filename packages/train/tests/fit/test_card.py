@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.formats import TargetFacts
+from blockdraft.formats import DrafterTarget
 from blockdraft.targets import load_target
 from blockdraft_tools.export import ExportFormat, convert
 from blockdraft_train.fit.card import engines, usage
@@ -46,7 +46,7 @@ def test_a_drafter_that_names_no_target_is_not_started_elsewhere(
     target = load_target(tiny_target_dir, device="cpu")
     for name, started in (("some/model", True), (None, False)):
         out = tmp_path / str(started)
-        convert(inside, out, ExportFormat("speculators", TargetFacts(name)), target)
+        convert(inside, out, ExportFormat("speculators", DrafterTarget(name)), target)
         assert bool(engines(Where(out, name or "m.gguf"))) == started
         assert not any(line.startswith("blockdraft export") for line in usage(Where(out, name or "m.gguf")))
 

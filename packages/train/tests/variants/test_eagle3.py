@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.drafters.eagle3.network import Eagle3Network
 from blockdraft.errors import UsageError
-from blockdraft.formats import TargetFacts, read_drafter
+from blockdraft.formats import DrafterTarget, read_drafter
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.types import Drafting, SamplingParams
 from blockdraft_tools.export import ExportFormat, export
@@ -277,7 +277,7 @@ def test_the_layout_of_a_drafter_that_begins_as_the_last_layer(family: str, layo
     target = of_family(tmp_path / "target", family)
     variant, network = made(target, draft_vocab=100, init="last_layer")
     assert Eagle3Variant.layout(variant.recipe, target) == layout
-    written, tensors = ExportFormat(layout or "eagle3", TargetFacts("owner/name")), network.state_dict()
+    written, tensors = ExportFormat(layout or "eagle3", DrafterTarget("owner/name")), network.state_dict()
     export(tmp_path / "drafter", written, network.config, tensors, target, with_embedding=False)
     assert "embed_tokens.weight" not in load_file(tmp_path / "drafter/model.safetensors")
     assert load_drafter(tmp_path / "drafter", target=target).kind == "eagle3"

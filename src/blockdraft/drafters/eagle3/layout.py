@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_target_layers
-from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, Layout, Raw, TargetFacts, check_kind
+from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, DrafterTarget, Layout, Raw, check_kind
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm, vllm_alone
@@ -145,24 +145,24 @@ class EagleLayout(Layout, ABC):
     """Base of the layouts of EAGLE-3."""
 
     @abstractmethod
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Eagle3Config, bool]: ...
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[Eagle3Config, bool]: ...
 
     @abstractmethod
-    def config_dict(self, config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
+    def config_dict(self, config: Eagle3Config, target: DrafterTarget) -> dict[str, Any]:
         """Return the content of config.json. Raise a UsageError if the layout cannot express the configuration."""
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
             config, _ = self.config(raw, tensors, target)
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         check_kind(config, Eagle3Config)
         self.config_dict(config, target)
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         config = checkpoint.config
         self.check(config, target)
         raw = self.config_dict(config, target)
@@ -186,7 +186,7 @@ class Eagle3Layout(EagleLayout):
         names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
         return any(name in ARCHITECTURE_NAMES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Eagle3Config, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[Eagle3Config, bool]:
         eagle = raw.get("eagle_config") or {}
         need(isinstance(eagle, Mapping), "eagle_config", eagle, "a JSON object")
         for key, values in EAGLE.items():
@@ -215,7 +215,7 @@ class Eagle3Layout(EagleLayout):
             TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, draft_tokens, target_layers),
         }
 
-    def config_dict(self, config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
+    def config_dict(self, config: Eagle3Config, target: DrafterTarget) -> dict[str, Any]:
         need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
         return {
             "architectures": [ARCHITECTURE_NAMES[0]],
@@ -242,7 +242,7 @@ class Eagle3Speculators(EagleLayout):
     def recognises(self, raw: Raw) -> bool:
         return raw.get("speculators_model_type") == "eagle3"
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Eagle3Config, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[Eagle3Config, bool]:
         ids, layers = raw.get(IDS), target.num_layers or 0
         if ids is None:
             target_layers = _default_target_layers(target.num_layers)
@@ -261,7 +261,7 @@ class Eagle3Speculators(EagleLayout):
         other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
         return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
 
-    def config_dict(self, config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
+    def config_dict(self, config: Eagle3Config, target: DrafterTarget) -> dict[str, Any]:
         return {
             "architectures": ["Eagle3Speculator"],
             **named("eagle3", config.block_size - 1, target),

@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdraft.drafters.mtp.in_target import StoredHead
 from blockdraft.drafters.mtp.network import MTPConfig
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, one_layer
-from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts, check_kind
+from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw, check_kind
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_of, layer_config, named
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
@@ -48,7 +48,7 @@ class MTP(Layout):
     def recognises(self, raw: Raw) -> bool:
         return raw.get("architectures") == [NAME] and "speculators_model_type" not in raw
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[MTPConfig, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[MTPConfig, bool]:
         known = {field.name for field in fields(MTPConfig)}
         given = {name: value for name, value in raw.items() if name in known}
         for name in known - {*given} - {"rope_scaling"}:
@@ -58,7 +58,7 @@ class MTP(Layout):
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path)
         with blaming(Path(path, "config.json")):
             config, _ = self.config(raw, tensors, target)
@@ -66,10 +66,10 @@ class MTP(Layout):
             check_tensors({PREFIX + name: shape for name, shape in shapes_of(config.network).items()}, tensors)
         return Checkpoint(config, {name.removeprefix(PREFIX): _shifted(name, one, 1) for name, one in tensors.items()})
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         check_kind(config, MTPConfig)
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         self.check(checkpoint.config, target)
         check_tensors(shapes_of(checkpoint.config.network), checkpoint.tensors)
         raw = {"architectures": [NAME], "num_nextn_predict_layers": 1, **asdict(checkpoint.config)}
@@ -82,7 +82,7 @@ def _shifted(name: str, tensor: Tensor, by: int) -> Tensor:
     return tensor + by if tensor.ndim == 1 and "norm" in name else tensor
 
 
-def config_dict(config: Any, target: TargetFacts) -> dict[str, Any]:
+def config_dict(config: Any, target: DrafterTarget) -> dict[str, Any]:
     """Return the content of config.json. Raises ValueError if the format cannot express the configuration."""
     check_kind(config, MTPConfig)
     limit = "true, because in this format a step reads the output of the last norm; keep the layout mtp"
@@ -143,7 +143,7 @@ class MTPSpeculators(Layout):
         return raw.get("speculators_model_type") == MODEL_TYPE
 
     def config(
-        self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts
+        self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget
     ) -> tuple[MTPConfig | TargetMTPConfig, bool]:
         has_experts = StoredHead(Path(), tensors, LAYERS, AROUND).has_experts
         return parse_config(raw, target.num_layers or 1, has_experts), target.num_layers is not None
@@ -151,7 +151,7 @@ class MTPSpeculators(Layout):
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         raw = read_config(path)
         tensors = {name: stored(tensor) for name, tensor in read_tensors(path).items() if name not in UNUSED}
         with blaming(path):
@@ -161,10 +161,10 @@ class MTPSpeculators(Layout):
             config = parse_config(raw, target.num_layers or 1, head.has_experts)
         return Checkpoint(config, head.read(shapes_of(config.network)))
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         config_dict(config, target)
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         raw = config_dict(checkpoint.config, target)
         check_tensors(shapes_of(checkpoint.config.network), checkpoint.tensors)
         names = StoredHead(Path(path), {}, LAYERS, AROUND)

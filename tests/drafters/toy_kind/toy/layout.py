@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import NO_TARGET, Checkpoint, Layout, Raw, TargetFacts
+from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw
 from blockdraft.formats.folder import check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import Start, nowhere
 from blockdraft.formats.trained import KEYS
@@ -22,24 +22,24 @@ class ToyLayout(Layout):
     def recognises(self, raw: Raw) -> bool:
         return raw.get("architectures") == [NAME]
 
-    def config(self, raw: Raw, tensors: Mapping[str, Any], target: TargetFacts) -> tuple[Any, bool]:
+    def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[Any, bool]:
         own = {name: value for name, value in raw.items() if name not in OTHERS}
         return ToyConfig(**{**own, "target_layers": tuple(own["target_layers"])}), True
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(dict.fromkeys(("vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"), "it runs no toys"))
 
-    def read(self, path: Path, target: TargetFacts) -> Checkpoint:
+    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
         tensors = read_tensors(path)
         config, _ = self.config(read_config(path), tensors, target)
         check_tensors({name: tuple(one.shape) for name, one in ToyNetwork(config).state_dict().items()}, tensors)
         return Checkpoint(config, tensors)
 
-    def check(self, config: Any, target: TargetFacts = NO_TARGET) -> None:
+    def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         if not isinstance(config, ToyConfig):
             raise UsageError(f"The configuration is a {type(config).__name__}; this layout holds toys.")
 
-    def write(self, path: str | Path, checkpoint: Checkpoint, target: TargetFacts = NO_TARGET) -> None:
+    def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         self.check(checkpoint.config, target)
         raw = {"architectures": [NAME], **asdict(checkpoint.config)}
         write_folder(path, raw, checkpoint.tensors, checkpoint.trained)

@@ -10,7 +10,7 @@ from typing import Any
 
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
-from blockdraft.formats import Layout, TargetFacts, Trained
+from blockdraft.formats import DrafterTarget, Layout, Trained
 from blockdraft.formats.architectures import find_architecture
 from blockdraft.formats.folder import blaming, open_folder, weight_files
 from blockdraft.formats.gguf import GGUFFile
@@ -77,7 +77,7 @@ def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any],
     with blaming(path):
         tensors = open_folder(path, layout.pickle)
     with blaming(path / "config.json"):
-        facts = TargetFacts(vocabulary=vocabulary, num_layers=None if target is None else layers_of(target))
+        facts = DrafterTarget(vocabulary=vocabulary, num_layers=None if target is None else layers_of(target))
         config, layers_known = layout.config(raw, tensors, facts)
         target_name = target_said(raw) or raw.get("base_model_name_or_path")
     shared = find_architecture(config)

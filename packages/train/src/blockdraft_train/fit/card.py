@@ -14,7 +14,7 @@ from typing import Any
 
 from blockdraft.errors import UsageError, counted
 from blockdraft.folders import write_file
-from blockdraft.formats import TargetFacts, find_layout, read_config
+from blockdraft.formats import DrafterTarget, find_layout, read_config
 from blockdraft.formats.base import layouts
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.models import named_for_others
@@ -62,7 +62,7 @@ def _exported(drafter: Path, target: str | None) -> str | None:
     for name in formats_for(config):
         if name.endswith(SPECULATORS):
             with suppress(UsageError):
-                find_layout(name).check(config, TargetFacts(target))
+                find_layout(name).check(config, DrafterTarget(target))
                 return name
     return None
 
@@ -71,7 +71,7 @@ def _written(drafter: Path) -> tuple[str, Any]:
     """Return layout and configuration of a trained drafter."""
     raw = read_config(drafter)
     layout = next(name for name, candidate in layouts().items() if candidate.recognises(raw))
-    return layout, find_layout(layout).config(raw, {}, TargetFacts(num_layers=raw.get("num_target_layers")))[0]
+    return layout, find_layout(layout).config(raw, {}, DrafterTarget(num_layers=raw.get("num_target_layers")))[0]
 
 
 def _format(layout: str) -> str:
