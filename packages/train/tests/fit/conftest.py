@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft_train.fit.facts import DrafterTarget, FitPlan
+from blockdraft_train.fit.facts import TargetFacts, FitPlan
 from blockdraft_train.fit.plan import reference
 
 
@@ -14,7 +14,7 @@ def make_plan() -> Callable[..., FitPlan]:
     """A plan of a few answers and steps."""
 
     def made(**changes: Any) -> FitPlan:
-        recipe = reference(changes.get("variant", "dflash"), DrafterTarget(3, 32, 300, 256, True, 10**6, "native"))
+        recipe = reference(changes.get("variant", "dflash"), TargetFacts(3, 32, 300, 256, True, 10**6, "native"))
         recipe |= {"length": 64, "batch": 2, "anchors": 4, "steps": 6, "held_out": 2, "seed": 5, "save_every": 2}
         order = ("prompts", "data", "train", "calibrate", "bench")
         values = {
