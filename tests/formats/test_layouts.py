@@ -21,7 +21,7 @@ def test_a_folder_is_read_in_its_own_layout(tiny_drafter_dir: Path, tiny_target_
     assert read_drafter(tiny_drafter_dir, None, 3).config.block_size == 8
     with pytest.raises(
         ValueError,
-        match=r"config\.json does not describe a drafter; the known layouts are eagle3, .*, zlab",
+        match=r"config\.json does not describe a drafter; the known layouts are .*eagle3, .*, zlab",
     ):
         read_drafter(tiny_target_dir, None, 3)
 
