@@ -104,6 +104,12 @@ def render_chat(
     return cast(str, text)
 
 
+def can_continue(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the last message is a text of the assistant, which a response can continue."""
+    last = messages[-1]
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text from `render_chat`, which already contains its special tokens."""
     if SHIELD not in text:

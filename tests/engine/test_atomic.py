@@ -12,9 +12,11 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
 from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine.runner import Runner, token_logprobs
 from blockdraft.errors import NumbersError, RequestError
+from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -324,6 +326,45 @@ def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
     else:
         error = "The drafter failed: ZeroDivisionError: division by zero"
         assert [completion.error for completion in found] == [error] * 3
+
+
+class FailingAtTheEnd(NoDrafter):
+    """Fails when a request ends: when its KV slots are shrunk, or when its output is kept."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def new_state(self, batch: int, capacity: int) -> SequenceState:
+        method = self.method
+
+        class State(SequenceState):
+            def shrink(self, start: int, capacity: int) -> None:
+                if method == "shrink":
+                    raise RuntimeError("cannot shrink")
+                super().shrink(start, capacity)
+
+        return State(batch, capacity)
+
+    def remember(self, state: Any, scope: str, tokens: Sequence[int]) -> None:
+        if self.method == "remember":
+            raise RuntimeError("cannot keep it")
+
+
+@pytest.mark.parametrize("method", ["shrink", "remember"])
+def test_an_error_at_the_end_of_a_request_ends_it(
+    target: Target, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(Engine(target, load_drafter("none", target=target)))
+    params = replace(GREEDY, lookup_scope="a client")
+    with Engine(target, FailingAtTheEnd(method), 3, prefix_tokens=500) as engine, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            completions = [engine.submit(prompt, params).result(timeout=60) for prompt in PROMPTS]
+            assert [completion.token_ids for completion in completions] == expected
+            errors = {completion.error for completion in completions}
+            assert errors == (
+                {"The request could not be ended: RuntimeError: cannot shrink"} if method == "shrink" else {None}
+            )
+    assert ("The drafter cannot keep an output: RuntimeError: cannot keep it" in caplog.text) == (method == "remember")
 
 
 @pytest.mark.parametrize("after", [0, 7])

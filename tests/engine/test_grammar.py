@@ -275,7 +275,7 @@ def test_only_tokens_of_both_target_and_tokenizer_are_possible(
         (Grammar("json_schema", '{"const": 1e400}'), "infinite or NaN, which JSON lacks"),
         (Grammar("json_schema", '{"const": NaN}'), "infinite or NaN, which JSON lacks"),
         (Grammar("json_schema", "false"), "false allows no value"),
-        (Grammar("json_schema", '{"not": {}}'), 'no grammar expresses "not" as the schema has them'),
+        (Grammar("json_schema", '{"not": {}}'), 'no grammar expresses "not" as the schema has it; leave it out'),
         (Grammar("json_schema", '{"uniqueItems": true, "format": "path"}'), 'no grammar expresses "uniqueItems"'),
         (Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'), 'replace "oneOf" by "anyOf"'),
         (Grammar("json_schema", '{"enum": []}'), 'no value fits "enum" at #'),

@@ -355,6 +355,15 @@ def test_other_prompts_are_refused(target: Target, prompt: Any, message: str) ->
         encode(prompt, target)
 
 
+def test_a_last_text_of_the_assistant_is_continued(target: Target) -> None:
+    user, assistant = {"role": "user", "content": "the tin"}, {"role": "assistant", "content": "It is"}
+    begun = encode([user], target)
+    continued = encode([user, assistant], target)
+    assert continued == begun + target.tokenizer("It is", add_special_tokens=False)["input_ids"]
+    assert encode([user, assistant, user], target)[: len(continued)] == continued
+    assert encode([user, {"role": "assistant", "content": ""}], target)[: len(begun)] == begun
+
+
 def test_a_chat_that_the_template_refuses(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.tokenizer is not None
     monkeypatch.setattr(target.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")

@@ -170,6 +170,10 @@ def test_what_a_request_asks_for(script: Script) -> None:
 def test_output_format_is_an_alias(script: Script) -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     assert request_of(script(), output_format=form)[0].params.grammar == Grammar("json_schema", '{"type": "object"}')
+    other = {"type": "json_schema", "schema": {"type": "array"}}
+    answer = ask(script(), output_format=form, output_config={"format": other})
+    assert answer.status_code == 400
+    assert "output_config.format and output_format hold schemas that differ" in answer.text
 
 
 def test_billing_headers_are_dropped(script: Script) -> None:

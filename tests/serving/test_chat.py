@@ -325,6 +325,17 @@ def test_impossible_schemas_are_refused(client: Any, schema: Any) -> None:
     assert answer.status_code == 400, answer.text
 
 
+def test_two_schemas_of_a_format_must_agree(client: Any) -> None:
+    one, other = {"type": "object"}, {"type": "array"}
+    form = {"type": "json_schema", "json_schema": {"schema": one}}
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 4}
+    answer = client.post("/v1/chat/completions", body | {"response_format": form | {"schema": other}})
+    assert answer.status_code == 400
+    assert "response_format.json_schema.schema and response_format.schema hold" in answer.text
+    answer = client.post("/v1/chat/completions", body | {"response_format": form | {"schema": one}})
+    assert answer.status_code == 200
+
+
 def test_reasoning_has_both_names(client: Any, engine: Engine, set_template: Callable[[str], None]) -> None:
     tokenizer: Any = engine.target.tokenizer
     opened = tokenizer.chat_template.replace("assistant\\n", "assistant\\n<think>\\n")

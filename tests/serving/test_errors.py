@@ -227,7 +227,9 @@ def test_neutral_values_of_unsupported_fields_are_accepted(shared_client: Any) -
     more = {"suffix": "", "audio": None, "ignore_eos": None, "stream_options": {"include_usage": None}}
     more |= {"best_of": 1, "use_beam_search": False, "min_tokens": 0, "tools": []}
     assert shared_client.post("/v1/completions", TEXT | more).status_code == 200
-    assert shared_client.post("/v1/completions", TEXT | {"best_of": 2}).status_code == 400
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        answer = shared_client.post(path, body | {"best_of": 2})
+        assert answer.status_code == 400 and "best_of" in answer.text
 
 
 @pytest.mark.parametrize(

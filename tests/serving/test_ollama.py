@@ -110,6 +110,13 @@ def test_options_that_would_change_the_output_are_counted(
             assert answer.status_code == 200 and answer.headers.get("X-Blockdraft-Skipped") == skipped
 
 
+def test_options_outside_of_options_are_counted(engine: Engine) -> None:
+    client = ScriptedService(engine, [TextDelta("x"), finished()]).client()
+    body = {"model": MODEL, "prompt": "a", "temperature": 0.5, "seed": 1, "anything": 1}
+    answer = client.post("/api/generate", json=body)
+    assert answer.status_code == 200 and answer.headers["X-Blockdraft-Skipped"] == "2"
+
+
 @pytest.mark.parametrize("given, expected", [(-1, None), (-2, None), (0, 1), (1, 1), (None, None)])
 def test_negative_limits_are_none(engine: Engine, given: int | None, expected: int | None) -> None:
     service = ScriptedService(engine, [TextDelta("x"), finished()])

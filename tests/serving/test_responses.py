@@ -380,12 +380,18 @@ def test_items_and_tools_of_other_servers_are_skipped_and_counted(script: Script
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
         {"type": "local_shell_call", "call_id": "c", "action": {}},
         {"type": "item_reference", "id": "msg_unknown"},
-        {"type": "some_future_item"},
+        {"type": "compaction", "encrypted_content": "x"},
     ]
     answer = ask(service, input=items, tools=[{"type": "web_search"}, NOW], stream=streamed)
     assert answer.status_code == 200 and answer.headers["X-Blockdraft-Skipped"] == "5"
     assert service.requests[-1].prompt.messages == [{"role": "user", "content": "Hi"}]
     assert "X-Blockdraft-Skipped" not in ask(service, tools=[NOW]).headers
+
+
+def test_items_of_unknown_types_are_refused(script: Script) -> None:
+    answer = ask(script(TEXT), input=[{"role": "user", "content": "Hi"}, {"type": "some_future_item"}])
+    assert answer.status_code == 400
+    assert "input.1 is of the unknown type 'some_future_item'; use message, " in answer.json()["error"]["message"]
 
 
 def test_references_stand_for_stored_items(script: Script) -> None:

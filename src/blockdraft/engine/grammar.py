@@ -252,8 +252,9 @@ def _explain(checked: Any, warnings: Sequence[str], is_empty: bool) -> str:
     """
     lacking = sorted(_lacking(warnings))
     if all(warning.startswith((LACKING, "oneOf")) for warning in warnings):
-        remedy = "leave them out" + (', and replace "oneOf" by "anyOf"' if "oneOf" in lacking else "")
-        return f"no grammar expresses {_quoted(lacking)} as the schema has them; {remedy}"
+        them = "it" if len(lacking) == 1 else "them"
+        remedy = f"leave {them} out" + (', and replace "oneOf" by "anyOf"' if "oneOf" in lacking else "")
+        return f"no grammar expresses {_quoted(lacking)} as the schema has {them}; {remedy}"
     if not is_empty and any(map(TOO_BIG.search, warnings)):
         return BIG
     part, place, keys = _fault(checked)

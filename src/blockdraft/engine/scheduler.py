@@ -147,10 +147,10 @@ class Scheduler:
                 began = time.perf_counter()
                 self._decode(decoding)
                 self._read_ahead = max(0.0, self._read_ahead - (time.perf_counter() - began))
+            return ended + self._end_finished()
         except BaseException as error:  # an interrupt may come anywhere, and no sequence may go on with half a step
             self.abort(error)
             raise
-        return ended + self._end_finished()
 
     def abort(self, error: BaseException) -> None:
         """End every request with this error."""
@@ -162,10 +162,12 @@ class Scheduler:
             if not request.finished:
                 request.fail(RequestError(f"Decoding was ended by an error: {describe(error)}"), error)
         self._sources.clear()
-        for sequence in sequences:
-            self._kv_slots.release(sequence, zero_slots=True)
-        for request in requests:
-            request.publish()
+        try:
+            for sequence in sequences:
+                self._kv_slots.release(sequence, zero_slots=True)
+        finally:
+            for request in requests:
+                request.publish()
 
     # Coming and going.
 
@@ -263,16 +265,30 @@ class Scheduler:
     def _free(self) -> list[Request]:
         finished = [sequence for sequence in self._sequences if sequence.request.finished]
         self._sequences = [sequence for sequence in self._sequences if not sequence.request.finished]
-        for sequence in finished:
-            self._sources.pop(sequence, None)
-            for other in [other for other, source in self._sources.items() if source.sequence is sequence]:
-                self._copy_prefix(other)
-            self._record(sequence)
-            self._kv_slots.free(sequence)
-            self.runner.remember(sequence.request)
-        for sequence in finished:
-            sequence.request.publish()
+        try:
+            for sequence in finished:
+                self._sources.pop(sequence, None)
+                for other in [other for other, source in self._sources.items() if source.sequence is sequence]:
+                    self._copy_prefix(other)
+                self._record(sequence)
+                self._kv_slots.free(sequence)
+                self._remember(sequence.request)
+        except BaseException as error:
+            for sequence in finished:
+                if sequence.request.failure is None:
+                    sequence.request.fail(RequestError(f"The request could not be ended: {describe(error)}"), error)
+            raise
+        finally:  # whoever waits for the end must not wait forever
+            for sequence in finished:
+                sequence.request.publish()
         return [sequence.request for sequence in finished]
+
+    def _remember(self, request: Request) -> None:
+        """Let the drafter keep the output. It changes no output, so one that fails is logged alone."""
+        try:
+            self.runner.remember(request)
+        except Exception as error:
+            log.warning("The drafter cannot keep an output: %s", describe(error))
 
     def _record(self, sequence: RunningSequence) -> None:
         """Give a finished request to the recorder, unless its answer is cut off or its client declined."""

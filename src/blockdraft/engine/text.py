@@ -15,7 +15,7 @@ from numbers import Integral
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, cast
 
-from blockdraft.chat_text import encode_chat, harmony_ids
+from blockdraft.chat_text import can_continue, encode_chat, harmony_ids
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import Message, Prompt, SamplingParams
@@ -32,7 +32,8 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
     """Return the token ids of a text, a chat or token ids (also as a one-dimensional integer array).
 
-    A text becomes the user's message of a chat if the target has a chat template. `check_request` checks the ids.
+    A text becomes the user's message of a chat if the target has a chat template. The answer continues a chat that ends
+    in a text of the assistant. `check_request` checks the ids.
 
     Raises:
         UsageError: The prompt is empty, of another type, refused by the chat template, or needs a tokenizer that the
@@ -60,7 +61,8 @@ def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
             raise UsageError(f"The chat holds {_short(message)}; each message is a dict of role and content.")
     if tokenizer.chat_template is None:
         raise UsageError("The target's tokenizer has no chat template; give the prompt as text or token ids.")
-    return encode_chat(tokenizer, chat)
+    continues = can_continue(chat)
+    return encode_chat(tokenizer, chat, add_generation_prompt=not continues, continue_final_message=continues)
 
 
 def _short(value: object) -> str:

@@ -40,6 +40,7 @@ from blockdraft.serving.schemas import (
     format_grammar,
     function_tool,
     join_text,
+    only_schema,
     parse_arguments,
     template_variables,
     tool_call,
@@ -247,8 +248,10 @@ class MessagesRequest(CountRequest, GenerationSchema):
 
     def to_request(self, default_temperature: float) -> GenerationRequest:
         """Convert the request. Raise a UsageError if a field has an unsupported value."""
-        form = (self.output_config and self.output_config.format) or self.output_format
-        grammar = form and format_grammar("output_config.format", form.type, form.schema_)
+        formats = [self.output_config and self.output_config.format, self.output_format]
+        schemas = [form and form.schema_ for form in formats]
+        schema = only_schema(dict(zip(("output_config.format", "output_format"), schemas, strict=True)))
+        grammar = format_grammar("output_config.format", "json_schema", schema) if any(formats) else None
         params = self.to_sampling_params(default_temperature, grammar=grammar)
         return GenerationRequest(
             self.to_chat(self.tool_choice),

@@ -145,7 +145,7 @@ async def _respond(
     http: Request, service: Service, body: GenerateRequest | OllamaChatRequest, response: OllamaResponse
 ) -> Response:
     requests = [body.to_request(service)]
-    return await respond(http, service, requests, response, body.stream is not False, body.options.num_skipped)
+    return await respond(http, service, requests, response, body.stream is not False, body.num_skipped)
 
 
 def _time(moment: datetime | None = None) -> str:
@@ -217,6 +217,7 @@ class Options(Schema):
 class OllamaSchema(Schema):
     """Fields that /api/generate and /api/chat share."""
 
+    model_config = ConfigDict(extra="allow")
     unsupported = without(FORMAT_FIELDS, "format") | GRAMMAR_FIELDS | {"functions": (), "function_call": ()}
     alternatives = dict.fromkeys(FORMAT_FIELDS, "format") | {"functions": "tools", "function_call": "tool_choice"}
 
@@ -227,6 +228,14 @@ class OllamaSchema(Schema):
     keep_alive: str | float | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     store: bool | None = Field(None, description=STORE)
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of fields and options that are skipped and would change the output.
+
+        As in Ollama, options such as `temperature` have no effect outside of `options`.
+        """
+        return self.options.num_skipped + len((self.model_extra or {}).keys() & Options.model_fields.keys())
 
     def _request(self, service: Service, prompt: ChatMessages | Infill | str) -> GenerationRequest:
         options, grammar = self.options, None

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.chat_text import encode_rendered, render_chat
+from blockdraft.chat_text import can_continue, encode_rendered, render_chat
 from blockdraft.engine import Engine, infill_params, infill_prompt
 from blockdraft.engine.grammar import relax
 from blockdraft.engine.prefix_store import common_length
@@ -233,17 +233,16 @@ def _without_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 def _continues(chat: ChatMessages) -> bool:
     """Return whether the response continues the last message, which is then the assistant's."""
-    last = chat.messages[-1]
-    can_continue = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    possible = can_continue(chat.messages)
     if chat.continue_final_message:
-        if not can_continue:
+        if not possible:
             raise UsageError(
                 "continue_final_message is true, and the last message is no text of the assistant; end messages with "
                 "one, or leave continue_final_message out."
             )
         if chat.add_generation_prompt:
             raise UsageError("add_generation_prompt is true beside continue_final_message; leave one of them out.")
-    return can_continue and chat.continue_final_message is not False and not chat.add_generation_prompt
+    return possible and chat.continue_final_message is not False and not chat.add_generation_prompt
 
 
 def encode_messages(target: Target, chat: ChatMessages) -> list[int]:

@@ -141,6 +141,7 @@ class GenerationSchema(Schema):
         **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "truncate_prompt_tokens"), ()),
         **dict.fromkeys(("logits_processors", "prompt_logprobs", "n_predict"), ()),
         "use_beam_search": (False,),
+        "best_of": (1,),
         "length_penalty": (1,),
         "min_tokens": (0,),
         "include_stop_str_in_output": (False,),
@@ -224,6 +225,22 @@ def format_grammar(field: str, kind: str, schema: Any) -> Grammar | None:
             if isinstance(schema.get(name), dict):
                 raise UsageError(f'{field} holds a schema inside of "{name}"; give the inner one in its place.')
     return Grammar("json_schema", json.dumps(close(schema)))
+
+
+def only_schema(schemas: dict[str, Any]) -> Any:
+    """Return the schema of the fields that may hold one, or None.
+
+    Args:
+        schemas: Value of each field, by its name; None where the field is missing.
+
+    Raises:
+        UsageError: Two of them differ.
+    """
+    given = {name: schema for name, schema in schemas.items() if schema is not None}
+    first = next(iter(given.values()), None)
+    if any(schema != first for schema in given.values()):
+        raise UsageError(f"{' and '.join(given)} hold schemas that differ; give one of them.")
+    return first
 
 
 def join_text(field: str, content: str | Sequence[Part]) -> str:

@@ -38,6 +38,7 @@ from blockdraft.serving.schemas import (
     Schema,
     format_grammar,
     join_text,
+    only_schema,
     parse_arguments,
     template_variables,
     text_tool,
@@ -205,7 +206,8 @@ class ChatRequest(GenerationSchema):
             )
         grammar = None
         if (form := self.response_format) is not None:
-            schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
+            inner = form.json_schema and form.json_schema.schema_
+            schema = only_schema({"response_format.json_schema.schema": inner, "response_format.schema": form.schema_})
             grammar = format_grammar("response_format", form.type, schema)
         choice, tools = choose_tools(self.tool_choice, offered_tools(self.tools))
         return GenerationRequest(

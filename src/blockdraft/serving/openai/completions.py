@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
 
 
 class CompletionRequest(GenerationSchema):
-    unsupported = without(GenerationSchema.unsupported, "suffix") | {"best_of": (1,), "tools": ()}
+    unsupported = without(GenerationSchema.unsupported, "suffix") | {"tools": ()}
 
     prompt: str | Listed[str] | TokenIds | Listed[TokenIds]
     max_tokens: Annotated[Annotated[Int, Field(ge=0, lt=2**31)] | None, UNLIMITED] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections import OrderedDict
@@ -176,15 +177,21 @@ class Item(Schema):
         """Whether a chat template can take the item. Others say what OpenAI's servers did."""
         return self.type == "reasoning" or self.type in REQUIRED_FIELDS
 
-    def to_template(self, place: str) -> dict[str, Any]:
-        """Return the item as a message for chat templates.
+    def to_template(self, place: str) -> dict[str, Any] | None:
+        """Return the item as a message for chat templates, or None if it is skipped.
 
         Args:
             place: Name of the item in error messages.
 
         Raises:
-            UsageError: A field that its type needs is missing.
+            UsageError: A field that its type needs is missing, or its type is unknown.
         """
+        if not self.known:
+            if FOREIGN_ITEMS.fullmatch(self.type) is None:
+                raise UsageError(
+                    f"{place} is of the unknown type {self.type[:40]!r}; use {', '.join(REQUIRED_FIELDS)}."
+                )
+            return None
         if self.type == "message" and self.role is not None and self.content is not None:
             return {"role": self.role, "content": join_text(f"{place}.content", self.content)}
         if self.type == "function_call" and self.call_id and self.name and (self.arguments or not self.input):
@@ -208,6 +215,11 @@ class Item(Schema):
         return {"role": "assistant", "content": "", "tool_calls": [tool_call(call_id, name, arguments)]}
 
 
+# Items on what OpenAI's servers or a client did that no chat template takes.
+FOREIGN_ITEMS = re.compile(
+    r"item_reference|compaction\w*|ghost_snapshot|image_generation_call|mcp_\w+"
+    r"|(?:apply_patch|code_interpreter|computer|file_search|\w*shell|tool_search|web_search)_(?:call|output|call_output)"
+)
 REQUIRED_FIELDS = {
     "message": "role and content",
     "function_call": "call_id, name and arguments",
@@ -220,16 +232,16 @@ REQUIRED_FIELDS = {
 def template_messages(items: str | Sequence[Item]) -> Messages:
     """Return the input as messages for chat templates.
 
-    Consecutive reasoning, text and calls of the assistant, in this order, become one message. Unknown items are
-    skipped.
+    Consecutive reasoning, text and calls of the assistant, in this order, become one message. Items that no
+    template takes are skipped.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}] if items else []
     messages: Messages = []
     for number, item in enumerate(items):
-        if not item.known:
-            continue
         message = item.to_template(f"input.{number}")
+        if message is None:
+            continue
         last: dict[str, Any] = messages[-1] if messages else {"role": None}
         if message["role"] != "assistant" or last["role"] != "assistant":
             messages.append(message)
