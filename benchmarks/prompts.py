@@ -82,18 +82,19 @@ def read_ours(model: Path, dtype: str, length: int, threads: int, log: Path) -> 
 
 
 def read_theirs(model: Path, flash: str, length: int, threads: int, program: Path = LLAMA_BENCH) -> float:
-    """Return the seconds that llama-bench takes for a prompt, after its own warm-up.
+    """Return the seconds that llama-bench takes for a prompt, after a short one.
 
     Raises:
         PeerError: llama-bench fails.
     """
-    options = ["-t", threads, "-p", length, "-n", 0, "-r", 1, "-fa", flash, "-o", "json"]
+    # Its own warm-up would read the whole prompt.
+    prompts = f"{WARM_UP},{length}"
+    options = ["-t", threads, "-p", prompts, "-n", 0, "-r", 1, "--no-warmup", "-fa", flash, "-o", "json"]
     command = [str(word) for word in (program, "-m", model, *options)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    [line] = json.loads(done.stdout)
-    return float(line["avg_ns"]) / 1e9
+    return float(json.loads(done.stdout)[-1]["avg_ns"]) / 1e9
 
 
 def page(prompts: Sequence[Prompt]) -> str:

@@ -17,11 +17,11 @@ def program(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_llama_bench_is_asked_for_one_prompt(tmp_path: Path) -> None:
-    answer = json.dumps([{"n_prompt": 2048, "avg_ns": 2_500_000_000, "avg_ts": 819.2}])
+def test_llama_bench_reads_a_short_prompt_first(tmp_path: Path) -> None:
+    answer = json.dumps([{"n_prompt": 64, "avg_ns": 90_000_000}, {"n_prompt": 2048, "avg_ns": 2_500_000_000}])
     fake = program(tmp_path, f'echo "$@" > {tmp_path}/asked', f"echo '{answer}'")
     assert read_theirs(Path("model.gguf"), "1", 2048, 2, fake) == 2.5
-    assert (tmp_path / "asked").read_text() == "-m model.gguf -t 2 -p 2048 -n 0 -r 1 -fa 1 -o json\n"
+    assert (tmp_path / "asked").read_text() == "-m model.gguf -t 2 -p 64,2048 -n 0 -r 1 --no-warmup -fa 1 -o json\n"
 
 
 def test_the_end_of_llama_benchs_log_is_shown(tmp_path: Path) -> None:

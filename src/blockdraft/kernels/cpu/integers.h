@@ -52,6 +52,8 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 /* Maximum rows that are multiplied at once: as many as fit into registers. */
 #if LANES == 16 || defined(__ARM_NEON)
 #define TILE_ROWS 8
+#elif LANES == 8
+#define TILE_ROWS 6
 #else
 #define TILE_ROWS 4
 #endif
@@ -563,6 +565,10 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, i64 ahead, floa
 #define INTEGER_CASES(K)                                                                                  \
     INTEGER_TILE(K, 1) INTEGER_TILE(K, 2) INTEGER_TILE(K, 3) INTEGER_TILE(K, 4)                           \
     INTEGER_TILE(K, 5) INTEGER_TILE(K, 6) INTEGER_TILE(K, 7) INTEGER_TILE(K, 8)
+#elif TILE_ROWS == 6
+#define INTEGER_CASES(K)                                                                                  \
+    INTEGER_TILE(K, 1) INTEGER_TILE(K, 2) INTEGER_TILE(K, 3)                                              \
+    INTEGER_TILE(K, 4) INTEGER_TILE(K, 5) INTEGER_TILE(K, 6)
 #else
 #define INTEGER_CASES(K) INTEGER_TILE(K, 1) INTEGER_TILE(K, 2) INTEGER_TILE(K, 3) INTEGER_TILE(K, 4)
 #endif
