@@ -6,7 +6,18 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from fuzz_models import DRAFTERS, FEW_BITS, LATER, NEWEST, WAYS, fits_few_bits, has_tokenizer, is_hybrid, target_fields
+from fuzz_models import (
+    DRAFTERS,
+    FEW_BITS,
+    LATER,
+    NEWEST,
+    WAYS,
+    fits_few_bits,
+    has_tokenizer,
+    is_hybrid,
+    is_latent,
+    target_fields,
+)
 
 from blockdraft import Drafting, Grammar, RequestDrafting, SamplingParams
 
@@ -81,7 +92,7 @@ def case_of(seed: int) -> Case:
     sampled = random.random() < 0.2
     if is_hybrid(model) and drafter == "draft_lm":  # whose states cannot be cut
         drafter = "lookup"
-    if way in FEW_BITS and not fits_few_bits(model):
+    if (way in FEW_BITS and not fits_few_bits(model)) or (is_latent(model) and "int8 store" in way):
         way = "compiled"
     budget: Any = 0 if sampled else random.choice((0, 0, random.randint(1, 60), random.randint(1, 10), 256))
     block_size: Any = None

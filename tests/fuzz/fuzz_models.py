@@ -39,6 +39,7 @@ from blockdraft_medusa.network import MedusaConfig, MedusaNetwork  # noqa: E402
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
 MIXTURES = ("qwen3_moe", "qwen2_moe")  # of experts
 HYBRIDS = ("qwen3_5_text", "granitemoehybrid", "nemotron_h", "lfm2")  # with recurrent or convolved layers
+LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2")  # with latent attention
 # Arguments of `load_target`.
 WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"backend": "native", "compile": "on"},
@@ -74,6 +75,8 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
         family = MIXTURES[number % len(MIXTURES)]
     if is_hybrid(number):
         family = HYBRIDS[number % len(HYBRIDS)]
+    if is_latent(number):
+        family = LATENT[number % len(LATENT)]
     kv_heads, layers = random.randint(1, 3), random.randint(1, 4)
     whole = fits_few_bits(number)
     heads = kv_heads * random.randint(1, 4)
@@ -110,7 +113,9 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
         fields["attn_logit_softcapping"] = random.choice((None, 3.0))
     if family in ("qwen2", "qwen3") and random.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-    if is_hybrid(number):
+    if is_latent(number):
+        fields |= latent_fields(number, layers)
+    elif is_hybrid(number):
         fields |= hybrid_fields(number, family)
     elif is_mixture(number):
         experts = random.randint(2, 9)
@@ -165,21 +170,57 @@ def hybrid_fields(number: int, family: str) -> dict[str, Any]:
     return fields
 
 
+def latent_fields(number: int, layers: int) -> dict[str, Any]:
+    """Return the fields in which a model with latent attention differs from an attention model of this number."""
+    random = Random(f"{number} latent fields")
+    heads, rotated = random.choice((1, 2, 4, 5)), 4 * random.randint(1, 3)
+    groups, first = random.choice((1, 2, 4)), random.randint(0, layers)
+    types = ["dense"] * first + ["sparse"] * (layers - first)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale_all_dim": 0.8}
+    return {
+        "hidden_size": 16 * heads * random.randint(1, 2),
+        "intermediate_size": 8 * random.randint(3, 9),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "kv_lora_rank": 4 * random.randint(2, 8),
+        "q_lora_rank": random.choice((None, 4 * random.randint(2, 6))),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": 4 * random.randint(1, 4),
+        "v_head_dim": 4 * random.randint(1, 5),
+        "n_routed_experts": 8,
+        "num_experts_per_tok": random.randint(1, 4),
+        "n_shared_experts": random.randint(1, 2),
+        "moe_intermediate_size": 8 * random.randint(2, 5),
+        "n_group": groups,
+        "topk_group": random.randint((groups + 1) // 2, groups),
+        "topk_method": random.choice(("greedy", "group_limited_greedy")),
+        "first_k_dense_replace": first,
+        "mlp_layer_types": types,
+        "rope_parameters": {"rope_theta": 1e4} | random.choice(({"rope_type": "default"}, yarn)),
+    }
+
+
+def is_latent(number: int) -> bool:
+    """Return whether a model has latent attention."""
+    return Random(f"{number} latent layers").random() < 0.12
+
+
 def is_hybrid(number: int) -> bool:
     """Return whether a model has recurrent or convolved layers."""
-    return Random(f"{number} layers").random() < 0.25
+    return Random(f"{number} layers").random() < 0.25 and not is_latent(number)
 
 
 def is_mixture(number: int) -> bool:
     """Return whether a model is a mixture of experts."""
-    return Random(f"{number} experts").random() < 0.15
+    return Random(f"{number} experts").random() < 0.15 and not is_latent(number)
 
 
 def fits_few_bits(number: int) -> bool:
     """Return whether its weights can be quantized: rows are of whole groups then, and it has no experts."""
     if is_hybrid(number):
         return number % 3 != 0 and HYBRIDS[number % len(HYBRIDS)] != "lfm2"
-    return number % 3 != 0 and not is_mixture(number)
+    return number % 3 != 0 and not is_mixture(number) and not is_latent(number)
 
 
 def has_tokenizer(number: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fuzz_cases import CASES_PER_MODEL, case_of
 from fuzz_check import Different, Outcome, run
-from fuzz_models import DRAFTERS, LATER, NEWEST, WAYS, Models, is_hybrid, is_mixture, target_fields
+from fuzz_models import DRAFTERS, LATER, NEWEST, WAYS, Models, is_hybrid, is_latent, is_mixture, target_fields
 
 from blockdraft import Completion, Engine
 from blockdraft.engine import Request
@@ -50,6 +50,7 @@ def test_cases_are_of_every_kind() -> None:
     assert any(case.stored for case in cases) and any(ask.instructions for ask in asks)
     assert {is_mixture(model) for model in range(MORE_MODELS)} == {False, True}
     assert {is_hybrid(model) for model in range(MORE_MODELS)} == {False, True}
+    assert {is_latent(model) for model in range(MORE_MODELS)} == {False, True}
     assert any(ask.bounds for ask in asks) and any(ask.params.grammar for ask in asks)
     assert {ask.predicted for ask in asks} == {None, 0.0, 0.5, 0.9, 1.0}
     assert {ask.params.lookup_scope for ask in asks} == {None, "a", "b"}

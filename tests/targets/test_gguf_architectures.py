@@ -34,8 +34,25 @@ MAMBA_KEYS = {"ssm.state_size": 32, "ssm.time_step_rank": 16, "ssm.inner_size": 
 GRANITE_HYBRID = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "shared_intermediate_size": 256}
 GRANITE_KEYS = MAMBA_KEYS | {"attention.key_length": 64, "attention.value_length": 64}
 NEMOTRON = {"mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 32}
+# Of latent attention, whose queries of a head are shorter than a super-block.
+LATENT: dict[str, Any] = {"head_dim": 32, "kv_lora_rank": 256, "q_lora_rank": 256, "qk_rope_head_dim": 32}
+LATENT |= {"qk_nope_head_dim": 96, "v_head_dim": 64, "moe_intermediate_size": 256}
+LATENT_KEYS = {"attention.key_length": 288, "attention.value_length": 256, "attention.kv_lora_rank": 256}
+LATENT_KEYS |= {"attention.q_lora_rank": 256, "attention.key_length_mla": 128, "attention.value_length_mla": 64}
+LATENT_KEYS |= {"rope.dimension_count": 32, "expert_feed_forward_length": 256}
+ONE_QUERY = {"q_lora_rank": None}, {"attention.q_lora_rank": None}
 GATES_APART = {"ssm_alpha": "F32", "ssm_beta": "F32"} | MIXED
 FILES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
+    "deepseek_v2": (
+        "deepseek_v2-groups",
+        {"attn_k_b": "Q5_0", "attn_v_b": "IQ4_NL"} | MIXED,
+        LATENT | ONE_QUERY[0],
+        LATENT_KEYS | ONE_QUERY[1],
+    ),
+    "deepseek_v3": ("deepseek_v3", {"attn_k_b": "Q8_0"} | MIXED, LATENT, LATENT_KEYS),
+    "deepseek_v3-F16": ("deepseek_v3", "F16", LATENT, LATENT_KEYS),
+    "glm4_moe_lite": ("glm4_moe_lite", {"attn_k_b": "Q4_0", "attn_v_b": "Q4_K"} | MIXED, LATENT, LATENT_KEYS),
+    "glm4_moe_lite-Q8_0": ("glm4_moe_lite", "Q8_0", LATENT, LATENT_KEYS),
     "gemma4": (
         "gemma4_text",
         MIXED,
@@ -166,7 +183,10 @@ def assert_lossless(target: Target) -> None:
         assert [own.token_ids for own in engine.generate(prompts, params)] == [own.token_ids for own in plain]
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), [("gemma4-experts", "int8"), ("qwen2_moe", None), ("qwen3_moe", "int8")])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("deepseek_v3", None), ("gemma4-experts", "int8"), ("qwen2_moe", None), ("qwen3_moe", "int8")],
+)
 def test_prefixes_and_quantized_caches_of_mixtures(
     name: str, kv_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
