@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft_train.fit.facts import TargetFacts, FitPlan
+from blockdraft_train.fit.facts import FitPlan, TargetFacts
 from blockdraft_train.fit.plan import reference
 
 
