@@ -19,8 +19,7 @@ import psutil
 from benchmarks.harness.process import PeerError
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.settings import describe
-from blockdraft_train.settings_files import read_settings
+from blockdraft_train.settings_files import describe, read_settings
 
 S = TypeVar("S")
 
