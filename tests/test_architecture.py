@@ -67,7 +67,7 @@ EXCEPTIONS = {
     "blockdraft.cli.answers": "diffusion streams its text like `generate`",
     "blockdraft.cli.generate": "diffusion generates like `generate`, with the same options for prompts",
     "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
-    "blockdraft.engine.adaptive.costs": "Radar and fit read the step times that were measured on this machine",
+    "blockdraft.engine.adaptive.costs": "bench measures the step times of this machine, and Radar and fit read them",
     "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",
     "blockdraft.kernels.cpu.build": "Radar asks whether kernels are compiled for this machine",
 }

@@ -22,7 +22,7 @@ COMMANDS, DRAFTERS, TARGETS, PAGES, RECORDERS = (
 # What this project's other packages bring, for messages about what is not installed.
 PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "blockdraft-tools": {COMMANDS: ("inspect", "quantize", "export")},
-    "blockdraft-bench": {COMMANDS: ("bench", "bench server")},
+    "blockdraft-bench": {COMMANDS: ("bench", "bench server", "calibrate")},
     "blockdraft-compat": {},
     "blockdraft-medusa": {
         DRAFTERS: ("medusa", "MedusaModel", "medusa_num_heads"),  # the last is a key of files that name no architecture

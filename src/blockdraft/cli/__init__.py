@@ -17,9 +17,9 @@ import typer
 from blockdraft.cli.chat import chat
 from blockdraft.cli.demo import demo
 from blockdraft.cli.generate import generate
-from blockdraft.cli.machine import cache, calibrate, env
+from blockdraft.cli.machine import cache, env
 from blockdraft.cli.models import models, pull
-from blockdraft.cli.options import MACHINE, MEASURE, RUN, Commands, CommandSpec
+from blockdraft.cli.options import MACHINE, RUN, Commands, CommandSpec
 from blockdraft.cli.serve import serve
 from blockdraft.errors import BlockdraftError
 from blockdraft.folders import FULL
@@ -35,7 +35,6 @@ Commands.specs = {
     "demo": CommandSpec(demo, RUN),
     "models": CommandSpec(models, RUN),
     "pull": CommandSpec(pull, RUN),
-    "calibrate": CommandSpec(calibrate, MEASURE, common="target drafter batch_size anew as_json"),
     "env": CommandSpec(env, MACHINE),
     "cache": CommandSpec(cache, MACHINE),
 }

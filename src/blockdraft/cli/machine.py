@@ -1,4 +1,4 @@
-"""`blockdraft env`, `cache` and `calibrate`: this machine, the files kept on it, and its step times."""
+"""`blockdraft env` and `cache`: this machine, and the files kept on it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 
-from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.display import new_table, standard
 from blockdraft.cli.options import add
-from blockdraft.cli.target import AsJson, DecodingTarget, DrafterSettings
+from blockdraft.cli.target import AsJson
 from blockdraft.errors import UsageError, counted
-from blockdraft.settings import Count, settings
-
-if TYPE_CHECKING:
-    from blockdraft.engine import Costs
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
 VARIABLES = (
@@ -187,77 +181,6 @@ def _summary(files: dict[Path, os.stat_result]) -> dict[str, Any]:
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-@settings
-class CalibrateSettings:
-    """What `blockdraft calibrate` measures."""
-
-    batch_size: Count = Field(16, description="Number of prompts decoded together.")
-    anew: bool = Field(False, description="Measure again, even if stored times exist.")
-
-
-def calibrate(
-    *,
-    model: DecodingTarget,
-    drafter: DrafterSettings,
-    options: CalibrateSettings,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the times of decoding steps on this machine, or show the stored ones.
-
-    The block size and tree budget "auto" begin with these times, and learn from the steps that run. Measure while
-    nothing else runs.
-    """
-    from blockdraft.drafters import default_drafter, load_drafter
-    from blockdraft.engine.adaptive import costs as stored_costs
-    from blockdraft.engine.adaptive.costs import Probe
-    from blockdraft.machine import OtherWork
-
-    target = model.load_for(drafter.drafter, drafter.draft_vocab)
-    target.compile_at_once()
-    # Each member of a hybrid drafter has costs of its own, and lookup has none.
-    chosen = drafter.drafter or default_drafter(target.path, alone=True)
-    loaded = load_drafter(chosen, target=target, draft_vocab=drafter.draft_vocab)
-    file = stored_costs.path(target, loaded)
-    costs = None if options.anew else stored_costs.load(file)
-    if costs is None:
-        probe, others = Probe(target, loaded), OtherWork()
-        costs = stored_costs.measure(probe, loaded.block_size, options.batch_size, target.max_context, tell)
-        if used := others.disturbing_cores():
-            tell(
-                f"Not stored, since other programs used {used:.1f} cores meanwhile; calibrate while nothing else runs."
-            )
-        else:
-            stored_costs.store(file, costs, stored_costs.pair_of(target, loaded))
-    else:
-        tell(f"From {file}; --anew measures again.")
-    if as_json:
-        print(json.dumps({**asdict(costs), "backend": target.backend, "running": target.running}))
-    else:
-        show_costs(costs, loaded.block_size, target.running)
-
-
-def show_costs(costs: Costs, block_size: int, running: str) -> None:
-    """Print a table of step times. R is the time of a drafted step over that of a plain one."""
-    console = standard()
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(costs.date))
-    chains = [n for n in (3, 7, 15) if n < block_size] if costs.knows(tree=False) else []
-    trees = [16, 32, 64] if costs.knows(tree=True) else []
-    headers = *(f">R, chain of {n}" for n in chains), *(f">R, tree of {n}" for n in trees)
-    table = new_table(console, ">batch size", ">plain ms", *headers)
-    for batch_size, plain in zip(costs.batch_sizes, costs.plain, strict=True):
-        times = [
-            costs.drafted_steps(batch_size, n, tree)[n]
-            for tree, sizes in ((False, chains), (True, trees))
-            for n in sizes
-        ]
-        table.add_row(str(batch_size), f"{1000 * plain:.2f}", *(f"{seconds / plain:.2f}" for seconds in times))
-    # A title or caption of the table would break at its width, which may be small.
-    console.print(f"Steps, {running}, {when}")
-    console.print(table)
-    if chains or trees:
-        console.print("R: a drafted step over a plain one; drafting pays off where tau > R")
 
 
 add(cache, list_, "list")
