@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import pkgutil
+import re
+import shlex
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +44,8 @@ PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "blockdraft-jax": {TARGETS: ("jax",)},
     "blockdraft-mlx": {TARGETS: ("mlx",)},
 }
+
+CLONED = Path(__file__).parents[2] / "packages"  # in a clone, the other packages
 
 # This package's kinds of drafters: a module that ends in `DRAFTER`, or a package with a module for each part.
 KINDS = {
@@ -93,10 +98,27 @@ def load_all(group: str) -> dict[str, Any]:
     return {name: value for name, value in loaded.items() if value is not None}
 
 
-def install_hint(group: str, name: str) -> str | None:
-    """Return the command that installs the package of this project with a plugin, or None if no package has it."""
-    packages = [package for package, groups in PACKAGES.items() if name in groups.get(group, ())]
-    return f"pip install {packages[0]}" if packages else None
+def install_hint(group: str, name: str, cloned: Path = CLONED) -> str | None:
+    """Return the command that installs the package of this project with a plugin, or None if no package has it.
+
+    In a clone it names folders of the clone.
+
+    Args:
+        cloned: Folder with the other packages in a clone. If it is missing, pip looks in its index.
+    """
+    package = next((package for package, groups in PACKAGES.items() if name in groups.get(group, ())), None)
+    if package is None:
+        return None
+    if not cloned.is_dir():
+        return f"pip install {package}"
+    return shlex.join(["pip", "install", *(word for folder in _folders(package, cloned) for word in ("-e", folder))])
+
+
+def _folders(package: str, cloned: Path) -> list[str]:
+    """Return the folders in a clone of the packages that a package takes, and last its own."""
+    own = cloned / package.removeprefix("blockdraft-")
+    taken = re.findall(r'"(blockdraft-\w+)==', (own / "pyproject.toml").read_text())
+    return list(dict.fromkeys([*(folder for other in taken for folder in _folders(other, cloned)), str(own)]))
 
 
 def _package(entry: metadata.EntryPoint) -> str:

@@ -30,7 +30,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     ("backend", "remedy"),
     [
-        ("mlx", r"mlx-lm is not installed; pip install blockdraft-mlx"),
+        ("mlx", r"mlx-lm is not installed; pip install mlx-lm"),
         ("jax", r"JAX is not installed; pip install jax, and on a TPU 'jax\[tpu\]'"),
     ],
 )

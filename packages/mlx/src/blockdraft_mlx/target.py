@@ -49,7 +49,7 @@ from blockdraft_mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, m
 
 log = logging.getLogger(__name__)
 
-INSTALL = "pip install blockdraft-mlx"
+INSTALL = "pip install mlx-lm"
 IS_APPLE = platform.system() == "Darwin" and platform.machine() == "arm64"
 # On Apple silicon it is the first choice; elsewhere it is never chosen automatically.
 RANK = -1 if IS_APPLE and importlib.util.find_spec("mlx_lm") else None

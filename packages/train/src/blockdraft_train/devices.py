@@ -67,8 +67,8 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
     missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     if missing:
         raise UsageError(
-            f"The trackers {sorted(missing)} are unknown or not installed; run pip install blockdraft-train for "
-            "tensorboard, or name others with --trackers (none with --trackers '')."
+            f"The trackers {sorted(missing)} are unknown or not installed; run pip install tensorboard, or "
+            "name others with --trackers (none with --trackers '')."
         )
     return accelerator
 

@@ -116,7 +116,7 @@ def _row(line: str, place: str) -> str | dict[str, Any]:
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(
             f"{place} must be a JSON object with messages, text, or prompt and response; of other forms and datasets, "
-            "give the folder of tokens that `blockdraft data` (pip install blockdraft-train) makes."
+            "give the folder of tokens that `blockdraft data` makes."
         ) from error
 
 

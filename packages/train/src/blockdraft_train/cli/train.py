@@ -185,7 +185,7 @@ def check_given(options: dict[str, object]) -> None:
 
 
 def missing_package(options: str, error: ModuleNotFoundError) -> UsageError:
-    return UsageError(f"{options} takes {error.name}; run pip install blockdraft-train.")
+    return UsageError(f"{options} takes {error.name}; run pip install {error.name}.")
 
 
 TRAIN = CommandSpec(train, MAKE, common="target data out prompts show_recipe", kind=RecipeCommand)
