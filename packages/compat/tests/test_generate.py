@@ -164,4 +164,4 @@ def test_the_folders_own_drafter(model: PreTrainedModel, drafter_dir: Path, tmp_
     custom.write_custom_generate(tmp_path / "own", str(drafter_dir))
     answer = model.generate(PROMPTS, custom_generate=str(tmp_path / "own"), trust_remote_code=True, max_new_tokens=5)
     assert answer.shape == (2, 11)
-    assert (tmp_path / "own/custom_generate/requirements.txt").read_text().startswith("blockdraft>=")
+    assert (tmp_path / "own/custom_generate/requirements.txt").read_text().startswith("blockdraft-compat>=")

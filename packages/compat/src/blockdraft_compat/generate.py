@@ -60,7 +60,7 @@ def write_custom_generate(folder: str | Path, drafter: str | None = None) -> Non
     own = Path(folder, "custom_generate")
     own.mkdir(parents=True, exist_ok=True)
     (own / "generate.py").write_text(GENERATE.format(drafter=drafter), encoding="utf-8")
-    (own / "requirements.txt").write_text(f"blockdraft>={version('blockdraft')}\n", encoding="utf-8")
+    (own / "requirements.txt").write_text(f"blockdraft-compat>={version('blockdraft-compat')}\n", encoding="utf-8")
 
 
 @torch.no_grad()
