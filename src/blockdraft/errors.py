@@ -9,10 +9,6 @@ BlockdraftError
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-T = TypeVar("T")
-
 
 class BlockdraftError(Exception):
     """Base class of all errors."""

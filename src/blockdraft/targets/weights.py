@@ -131,7 +131,7 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
         quantization = getattr(load_config(path, options.revision), "quantization_config", None)
     if quantization and options.adapter is not None:
         raise UsageError(
-            f"{path} is quantised ({quantization.get('quant_method')}), and no adapter can be merged with quantized "
+            f"{path} is quantized ({quantization.get('quant_method')}), and no adapter can be merged with quantized "
             "weights; give the model that it was made of, and quantize it then."
         )
     from transformers import AutoModelForCausalLM

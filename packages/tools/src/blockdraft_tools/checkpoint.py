@@ -81,7 +81,7 @@ def open_checkpoint(
         doing: What will be done to the checkpoint, as a past participle, for messages.
 
     Raises:
-        UsageError: The native decoder does not know the model, the model is quantised already, or as in `load_target`.
+        UsageError: The native decoder does not know the model, the model is quantized already, or as in `load_target`.
             Of a GGUF file also: config.json cannot describe it, or its tokenizer is unknown.
     """
     path = located(path)
@@ -98,7 +98,7 @@ def _open_folder(
         files = [find_file(path, name, revision) for name in ("config.json", *COMPANIONS)]
     if quantization := getattr(config, "quantization_config", None):
         raise UsageError(
-            f"{path} is quantised already ({quantization.get('quant_method')}); give the model that it was made of."
+            f"{path} is quantized already ({quantization.get('quant_method')}); give the model that it was made of."
         )
     config = text_part(config)
     merged = None if adapter is None else str(adapter)

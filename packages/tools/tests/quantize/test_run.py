@@ -231,7 +231,7 @@ def test_groups_that_do_not_fit(
 
 def test_models_that_cannot_be_quantized(models: dict[str, Path], tmp_path: Path) -> None:
     quantize(models["llama"], tmp_path / "few")
-    with pytest.raises(ValueError, match="quantised already .compressed-tensors.; give the model"):
+    with pytest.raises(ValueError, match="quantized already .compressed-tensors.; give the model"):
         quantize(tmp_path / "few", tmp_path / "again")
     with pytest.raises(ValueError, match="few exists already; choose another folder"):
         quantize(models["llama"], tmp_path / "few")

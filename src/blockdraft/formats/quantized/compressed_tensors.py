@@ -1,4 +1,4 @@
-"""Layout of the compressed-tensors project, `[out, in]`, read and written.
+"""Layout of the compressed-tensors project, `[out, in]`.
 
 `pack-quantized` has `weight_packed`, int32 `[out, in * bits / 32]` of unsigned values; `weight_scale`, `[out, in /
 group]`; `weight_shape`; and, if zeros are not in the middle of the range, `weight_zero_point`, int32 `[out * bits / 32,

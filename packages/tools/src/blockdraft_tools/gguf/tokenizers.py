@@ -1,4 +1,4 @@
-"""Metadata of tokenizers for GGUF files, which `tokenizer.py` reads."""
+"""Metadata of tokenizers for GGUF files, which `blockdraft.targets.gguf.tokenizer` reads."""
 
 from __future__ import annotations
 

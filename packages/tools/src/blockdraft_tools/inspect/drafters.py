@@ -29,7 +29,6 @@ from blockdraft_tools.inspect.report import (
     word_of,
 )
 
-HELD_BY_TARGETS = "mtp"  # the drafter that the file of a target may hold
 HEAD_INPUT = "the input of the target's head"
 # Fields of configurations by their names in reports.
 SIZES = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "heads": "num_attention_heads"}

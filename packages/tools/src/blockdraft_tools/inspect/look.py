@@ -19,10 +19,11 @@ from blockdraft.formats.stored import open_tensors
 from blockdraft.models import located
 from blockdraft.targets import BUNDLED, Description, describe_target, has_head
 from blockdraft.text_files import read_json
-from blockdraft_tools.inspect.drafters import HELD_BY_TARGETS, gguf_report, layout_report
+from blockdraft_tools.inspect.drafters import gguf_report, layout_report
 from blockdraft_tools.inspect.report import Report
 
 ADAPTER = "adapter_config.json"
+HELD_BY_TARGETS = "mtp"  # the drafter that the file of a target may hold
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # fields of models published with an MTP head
 
 
