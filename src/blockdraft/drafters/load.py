@@ -18,7 +18,7 @@ from blockdraft.formats import Trained, read_config
 from blockdraft.formats.gguf import gguf_outline, is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.formats.speculators_config import target_said
+from blockdraft.formats.speculators_config import target_name_of
 from blockdraft.models import TINY, alike, bundled_drafter, catalogue, located, made_for, model_of, recognised
 from blockdraft.models.catalogue import BUNDLED as IN_PACKAGE
 from blockdraft.plugins import DRAFTERS, drafter_modules, install_hint
@@ -267,7 +267,7 @@ def _load(path: str, target: Target) -> Drafter:
 def _made_for_another(drafter: str, config: dict[str, Any], target: Target) -> str | None:
     """Return a sentence if a published drafter was made for another model than the target is named after, else None."""
     model = made_for(drafter)
-    if model is None and (verifier := target_said(config)):
+    if model is None and (verifier := target_name_of(config)):
         model = recognised(str(verifier))
     if model is None or target.path is None:
         return None

@@ -50,7 +50,7 @@ def draft_tokens_of(raw: Mapping[str, Any]) -> int:
     return whole("speculative_tokens", draft_tokens_text(raw))
 
 
-def target_said(raw: Mapping[str, Any]) -> Any:
+def target_name_of(raw: Mapping[str, Any]) -> Any:
     """Return the name of the target in a file, or None."""
     verifier = _section(raw).get("verifier") or {}
     need(isinstance(verifier, Mapping), "verifier", verifier, "a JSON object")

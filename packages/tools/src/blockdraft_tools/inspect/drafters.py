@@ -16,7 +16,7 @@ from blockdraft.formats.folder import blaming, open_folder, weight_files
 from blockdraft.formats.gguf import GGUFFile
 from blockdraft.formats.gguf.drafter import TOKENS_OF_TARGET, drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.formats.speculators_config import target_said
+from blockdraft.formats.speculators_config import target_name_of
 from blockdraft.targets import Description
 from blockdraft_tools.inspect.report import (
     Check,
@@ -78,7 +78,7 @@ def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any],
     with blaming(path / "config.json"):
         facts = DrafterTarget(vocabulary=vocabulary, num_layers=None if target is None else layers_of(target))
         config, layers_known = layout.config(raw, tensors, facts)
-        target_name = target_said(raw) or raw.get("base_model_name_or_path")
+        target_name = target_name_of(raw) or raw.get("base_model_name_or_path")
     shared = find_architecture(config)
     files = DrafterFiles(
         path=str(path),
