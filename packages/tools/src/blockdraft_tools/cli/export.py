@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,6 @@ from blockdraft.types import DEFAULT_BACKEND
 from blockdraft_tools.gguf.files import DEFAULT_MATRIX_TYPE, MatrixType
 
 GGUF = "gguf"
-FolderOption = Annotated[Path | None, Flag(metavar="DIR")]
 
 
 @settings
