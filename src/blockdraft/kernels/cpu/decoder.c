@@ -70,6 +70,7 @@ static i64 first_seen(const Layer *layer, const Call *call, i64 length, i64 dept
 
 #define QUERIES 256 /* maximum queries that share a read of keys and values */
 #define LEAST_QUERIES 64 /* of a piece of work */
+#define FEW_QUERIES 10 /* of a piece with latent attention, where multiplying a key takes longer than reading it */
 #define BRANCHED 32 /* maximum queries of branches that are computed together */
 #define PADDED(slots) (((slots) + SLOTS - 1) / SLOTS * SLOTS)
 
@@ -332,7 +333,9 @@ static void attend_all(const Model *m, const Layer *layer, const Call *call, i64
 /* Compute attention of all queries. `memory` holds `own_size` floats for each thread. */
 static void attention(Thread *t, const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,
                       const i64 *depths, const float *qkv, float *mixed, float *memory, i64 own_size) {
-    PIECES(t, call->batch * m->heads * call->nodes, LEAST_QUERIES, first, last)
+    const i64 queries = call->batch * m->heads * call->nodes;
+    const i64 least = m->latent && queries < LEAST_QUERIES * t->threads ? FEW_QUERIES : LEAST_QUERIES;
+    PIECES(t, queries, least, first, last)
         attend_all(m, layer, call, index, first, last, strange, depths, qkv, mixed, memory + t->index * own_size);
 }
 
