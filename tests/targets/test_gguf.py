@@ -21,6 +21,7 @@ from tiny_models import tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.decode.proposal import chain_parents
+from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, open_gguf
 from blockdraft.kernels.cpu.build import build
@@ -214,6 +215,20 @@ def test_folder_of_a_file(name: str, tmp_path: Path) -> None:
     assert made.tokenizer is not None and own.tokenizer is not None
     assert made.tokenizer(text).input_ids == own.tokenizer(text).input_ids
     assert made.eos_token_ids == own.eos_token_ids
+
+
+def test_latent_attention_in_files(tmp_path: Path) -> None:
+    """Keys in 8 bits, the MTP head of a file, and files before 2025 are refused by name."""
+    path, model, metadata = tmp_path / "m.gguf", model_of("glm4_moe_lite"), MODELS["glm4_moe_lite"][1]
+    write_gguf(path, model, metadata=metadata | {"block_count": 4, "nextn_predict_layers": 1})
+    with pytest.raises(ValueError, match="kv_dtype is 'int8', and .* has latent attention"):
+        load_target(path, device="cpu", kv_dtype="int8")
+    target = load_target(path, device="cpu", compile="off")
+    with pytest.raises(ValueError, match="its MTP head has latent attention"):
+        load_drafter("mtp", target=target)
+    write_gguf(path, model, metadata=metadata | {"attention.key_length_mla": None})
+    with pytest.raises(ValueError, match="one matrix makes its keys and values"):
+        load_target(path, device="cpu")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {

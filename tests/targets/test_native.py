@@ -473,6 +473,11 @@ def test_experts_are_not_quantized_at_load_time(folders: dict[str, Path]) -> Non
         pass
 
 
+def test_latent_attention_has_no_keys_in_8_bits(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="kv_dtype is 'int8', and .* has latent attention"):
+        load_target(folders["deepseek_v3"], device="cpu", kv_dtype="int8")
+
+
 def test_recurrent_layers_are_quantized_and_not_exported(folders: dict[str, Path]) -> None:
     folder = folders["qwen3_5_text-odd"]
     target: Any = load_target(folder, device="cpu", quantize="int4")

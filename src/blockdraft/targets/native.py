@@ -98,11 +98,6 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
             f"kv_dtype is {options.kv_dtype!r}, which only a forward compiled for a CPU can do, and {path} has none: "
             f"{target.compile_reason}. Leave kv_dtype out."
         )
-    if options.kv_dtype == "int8" and read.decoder.config.latent is not None:
-        raise UsageError(
-            f"kv_dtype is 'int8', and {path} has latent attention: one factor for a token's vector and its "
-            "rotated channels would lose much. Use bfloat16 or float32."
-        )
     if options.compile == "on" and not target.is_compiled:
         raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
     if options.exact and not target.is_compiled:  # a compiled forward pass is always exact

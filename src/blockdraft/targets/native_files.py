@@ -85,6 +85,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
         by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
     few, config = _few_bits_of(config, options), text_part(config)
+    check_store(path, wanted, options)
     special = wanted.decode_only if device.type == "cpu" else wanted.unusual
     if special and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
         raise NotCovered(f"it has {special}, whose weights it neither quantizes nor reads quantized")
@@ -133,6 +134,15 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
         reason=reason,
         source_fingerprint=source,
     )
+
+
+def check_store(path: str | Path, wanted: DecoderConfig, options: LoadOptions) -> None:
+    """Raise a UsageError for a dtype of keys and values that does not suit the attention."""
+    if wanted.latent is not None and options.kv_dtype == "int8":
+        raise UsageError(
+            f"kv_dtype is 'int8', and {path} has latent attention: a token's vector and its rotated channels would "
+            "share a factor, and lose much. Use bfloat16 or float32."
+        )
 
 
 def make_decoder(

@@ -32,7 +32,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
-from blockdraft.targets.native_files import NativeCheckpoint, make_decoder, packing
+from blockdraft.targets.native_files import NativeCheckpoint, check_store, make_decoder, packing
 from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
         longest = int(file.metadata[f"{file.metadata['general.architecture']}.context_length"])
+    check_store(path, wanted, options)
     if config.max_position_embeddings < longest:
         log.warning(
             "The context of %s ends at %d tokens instead of %d: beyond, its rotary embeddings change with the length.",
