@@ -38,8 +38,9 @@ from blockdraft.targets import (
 )
 from blockdraft_tools.checkpoint import OpenCheckpoint, open_checkpoint
 from blockdraft_tools.engines import llama_cpp_line
+from blockdraft_tools.gguf import MatrixType
 from blockdraft_tools.gguf.drafters import write_drafter
-from blockdraft_tools.gguf.files import MatrixType, new_files
+from blockdraft_tools.gguf.files import new_files
 from blockdraft_tools.gguf.targets import gguf_architecture, write_gguf_target
 from blockdraft_tools.gguf.tokenizers import tokenizer_metadata
 

@@ -13,7 +13,8 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
 from blockdraft.formats.stored import stored
 from blockdraft.nn.quantization import QuantizedWeight
-from blockdraft_tools.gguf.files import MatrixType, new_files, write_gguf
+from blockdraft_tools.gguf import MatrixType
+from blockdraft_tools.gguf.files import new_files, write_gguf
 
 NUMBERS = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
 VALUES = {

@@ -13,7 +13,7 @@ from blockdraft.cli.target import Folder, TargetSettings, load, quiet
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, settings
 from blockdraft.types import DEFAULT_BACKEND
-from blockdraft_tools.gguf.files import DEFAULT_MATRIX_TYPE, MatrixType
+from blockdraft_tools.gguf import DEFAULT_MATRIX_TYPE, MatrixType
 
 GGUF = "gguf"
 

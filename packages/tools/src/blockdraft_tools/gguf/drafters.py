@@ -13,7 +13,8 @@ from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_FACTORS
 from blockdraft.formats.stored import stored
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.rotary import rotary_frequencies
-from blockdraft_tools.gguf.files import MatrixType, q4_0_tensor, write_gguf
+from blockdraft_tools.gguf import MatrixType
+from blockdraft_tools.gguf.files import q4_0_tensor, write_gguf
 from blockdraft_tools.gguf.rope import rope_factors, rope_metadata
 
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from blockdraft.folders import held
 from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight, best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
+from blockdraft_tools.gguf import MatrixType
 
-# Type of the matrices in a file. The default is exact for a model in bfloat16.
-MatrixType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-DEFAULT_MATRIX_TYPE: MatrixType = "bf16"
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
     "f16": LlamaFileType.MOSTLY_F16,

@@ -22,7 +22,8 @@ from blockdraft.targets.gguf.config import ARCHITECTURES, GRANITE_SCALES, gguf_c
 from blockdraft.targets.gguf.tensors import fitted, our_names, row_orders
 from blockdraft.targets.model_config import AnyConfig
 from blockdraft_tools.checkpoint import OpenCheckpoint, differences
-from blockdraft_tools.gguf.files import MatrixType, write_gguf
+from blockdraft_tools.gguf import MatrixType
+from blockdraft_tools.gguf.files import write_gguf
 from blockdraft_tools.gguf.rope import rope_factors, rope_metadata
 
 
