@@ -5,13 +5,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 with suppress(ImportError):
@@ -60,6 +61,28 @@ def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def pretend(free: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2 * free, used=free, free=free))
+
+    return pretend
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that pretends how many bytes of this machine's memory are free."""
+
+    def pretend(free: int) -> None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * free, available=free))
+
+    return pretend
+
+
+@pytest.fixture
+def set_processor_flags(tmp_path: Path, constants: Callable[..., None]) -> Callable[[Collection[str]], None]:
+    """Return a function that sets the flags that this machine lists for its processors."""
+
+    def pretend(flags: Collection[str]) -> None:
+        file = tmp_path / "cpuinfo"
+        file.write_text(f"flags : {' '.join(sorted(flags))}\n")
+        constants("blockdraft.machine", CPUINFO=file)
 
     return pretend
 

@@ -396,7 +396,6 @@ def test_blocks_run(
             exec(compile(block.text, page, "exec"), names)
         for place, command in enumerate(commands):
             with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
-                patch.setattr(sys, "argv", ["blockdraft", *filled_in(command, 10 * number + place)])
                 patch.setattr(sys, "stdin", io.StringIO("How much is 3 * 12?\n"))
-                cli.main()
+                cli.main(filled_in(command, 10 * number + place))
             assert not exit_info.value.code, f"{command.text}: {capsys.readouterr().err}"

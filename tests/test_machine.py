@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,9 +17,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Path:
+def groups(tmp_path: Path, free_memory: Callable[[int], None], constants: Callable[..., None]) -> Path:
     """Where control groups are; the machine itself has 1000 bytes free, and this process is in no group."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    free_memory(1000)
     constants(machine, CGROUPS=tmp_path / "cgroup", OWN_CGROUP=tmp_path / "own")
     return tmp_path / "cgroup"
 

@@ -1,7 +1,6 @@
 """What tests of the trainer and of its variants share."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
-from blockdraft_train import checkpoints
 from blockdraft_train.batches import PackedSequences
 from blockdraft_train.data.documents import Document
 from blockdraft_train.data.target_layers import target_hidden_states
@@ -38,19 +36,18 @@ def with_pictures() -> None:
     """See `without_pictures`."""
 
 
-@contextmanager
-def interrupted_at(step: int) -> Iterator[None]:
-    """A run within it gets Ctrl-C as soon as this step is saved."""
-    original = checkpoints.save
+def after_step(step: int, action: Callable[[], object]) -> Callable[[str, int, int], None]:
+    """Return a callback for a run's progress that does this once the step is done, and saved if it is to be."""
 
-    def save(folder: Path, saved: int, *rest: Any) -> None:
-        original(folder, saved, *rest)
-        if saved == step:
-            raise KeyboardInterrupt
+    def report(stage: str, done: int, total: int) -> None:
+        if stage.startswith(f"step {step} of ") and ", loss " in stage:
+            action()
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoints, "save", save)
-        yield
+    return report
+
+
+def press_ctrl_c() -> None:
+    raise KeyboardInterrupt
 
 
 class Drafted(NamedTuple):

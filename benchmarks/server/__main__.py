@@ -9,7 +9,9 @@ server.png to --out. The status is 1 if a response differs from plain decoding.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.harness.command import (
     ROOT,
@@ -24,6 +26,7 @@ from benchmarks.harness.records import Records
 from benchmarks.server import report
 from benchmarks.server.load import LoadSettings, Run, broken, measure
 
+Measure: TypeAlias = Callable[[LoadSettings, Path, Records[Run]], Mapping[str, str]]
 QUICK = {"streams": "1,4", "repeats": "1", "seconds": "4", "requests": "8", "batch": "4", "threads": "1"}
 FIXED = ("seconds", "requests", "batch", "prefix_tokens", "dtype", "threads")
 
@@ -34,7 +37,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse(words)
 
 
-def run(given: argparse.Namespace) -> list[str]:
+def run(given: argparse.Namespace, measure: Measure = measure) -> list[str]:
     """Do it; returns what does not hold."""
     out, how = given.out, read_options(LoadSettings, given)
     keep_settings(out, {name: getattr(how, name) for name in FIXED}, given.anew)

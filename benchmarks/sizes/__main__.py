@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import astuple
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import psutil
 from benchmarks.harness import interleaving
@@ -33,6 +34,8 @@ from benchmarks.sizes.widen import TARGET
 from blockdraft.engine.text import encode
 from blockdraft.prompt_sets import read_prompt_sets
 from blockdraft.targets import load_target_text
+
+Start: TypeAlias = Callable[[Way, list[Way], dict[str, Any], float, Path], PeerProcess]
 
 QUICK = {
     "widths": "1,4",
@@ -75,8 +78,18 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
+def new_process() -> Executor:
+    return ProcessPoolExecutor(1, get_context("spawn"))
+
+
 def measure_size(
-    size: str, prompts: list[list[int]], stops: list[int], args: argparse.Namespace, runs: Records[Run]
+    size: str,
+    prompts: list[list[int]],
+    stops: list[int],
+    args: argparse.Namespace,
+    runs: Records[Run],
+    start: Start,
+    executor: Callable[[], Executor],
 ) -> dict[Way, str]:
     """Measure what is left of a size; returns why ways are missing."""
     found = tasks(size, prompts, args.tokens, args.first, args.contexts)
@@ -98,7 +111,7 @@ def measure_size(
     longest = max(len(task.prompt) for task in found) + args.tokens + 64  # some peers look ahead
     with tempfile.TemporaryDirectory(dir=args.out) as folder:
         tell(f"size {size}: making the pair")
-        with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # the memory that making takes ends with it
+        with executor() as apart:  # the memory that making takes ends with it
             target, drafter = apart.submit(pairs.make, size, Path(folder), longest).result()
         given = {"target": str(target), "drafter": str(drafter), "assistant": None, "dtype": "bfloat16"}
         given |= {"device": "cpu", "threads": args.threads, "max_length": longest, "models": f"{folder}/gguf"}
@@ -126,7 +139,13 @@ def _check_memory(size: str, bits: int, processes: Collection[Way], target: Path
         )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, start: Start = start, executor: Callable[[], Executor] = new_process) -> None:
+    """Measure, and write the report.
+
+    Args:
+        start: Loads the models of a process.
+        executor: Makes the models, one at a time.
+    """
     text = load_target_text(TARGET)
     [given] = read_prompt_sets([args.prompts], args.limit)
     prompts = [encode(prompt, text) for prompt in given.prompts]
@@ -135,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
     runs = Records(Run, args.out / "runs.csv")
     missing: dict[tuple[str, Way], str] = {}
     for size in [*args.widths, *args.shapes]:
-        found = measure_size(size, prompts, sorted(text.eos_token_ids), args, runs)
+        found = measure_size(size, prompts, sorted(text.eos_token_ids), args, runs, start, executor)
         missing |= {(size, way): reason for way, reason in found.items()}
     if not runs.all:
         raise ValueError(f"Nothing could be measured: {'; '.join(dict.fromkeys(missing.values()))}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from chats import documents
@@ -20,13 +21,13 @@ from blockdraft_train.data.writer import DataWriter
 VALIDATION = 50  # of so many tasks one is for validation
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--prompts", type=Path, required=True, help="folder of the public sets")
     parser.add_argument("--answers", type=Path, default=Path("build/smollm2/answers.jsonl"))
     parser.add_argument("--out", type=Path, default=Path("build/smollm2"))
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     target = load_target(args.target)
     tokenizer = target.tokenizer

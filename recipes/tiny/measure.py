@@ -94,7 +94,7 @@ def measure_wide(
     }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with prompts/*.jsonl")
     parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--speed", type=int, default=20, help="number of prompts to measure speed on")
     parser.add_argument("--repeats", type=int, default=3, help="repeats of the measurement of speed")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.wide and not args.speed:
         parser.error("--wide needs prompts to be timed on; --speed is 0")
 

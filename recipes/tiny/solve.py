@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def tau(target: Target, drafter: str, count: int, corpus: Path | None) -> float:
     return merge(completion.stats for completion in said).tau
 
 
-def written(target: Target, count: int, odd: float, corpus: Path | None) -> float:
-    """Return the share of Python tasks that the target solves greedily, without tasks of the corpus.
+def python_tasks(count: int, odd: float, corpus: Path | None) -> list[tuple[str, str]]:
+    """Return distinct Python tasks with their solutions, without tasks of the corpus.
 
     Args:
         odd: Share of names that are random.
@@ -94,10 +95,14 @@ def written(target: Target, count: int, odd: float, corpus: Path | None) -> floa
         if task not in known:
             known.add(task)
             asked.append((task, solution))
-    with Engine(target, max_batch_size=32) as engine:
-        said = engine.generate([task for task, _ in asked], SamplingParams(200))
+    return asked
+
+
+def written(engine: Engine, asked: Sequence[tuple[str, str]]) -> float:
+    """Return the share of Python tasks whose greedy response is their solution."""
+    said = engine.generate([task for task, _ in asked], SamplingParams(200))
     same = (completion.text.strip() == solution for completion, (_, solution) in zip(said, asked, strict=True))
-    return sum(same) / count
+    return sum(same) / len(asked)
 
 
 def main() -> None:
@@ -114,7 +119,8 @@ def main() -> None:
     if args.drafter:
         figures["tau"] = round(tau(target, args.drafter, args.count, args.corpus), 2)
     if args.tasks:
-        shares = (round(written(target, args.tasks, odd, args.corpus), 3) for odd in (0.0, ODD))
+        with Engine(target, max_batch_size=32) as engine:
+            shares = [round(written(engine, python_tasks(args.tasks, odd, args.corpus)), 3) for odd in (0.0, ODD)]
         figures["tasks_as_their_solution"] = dict(zip(("usual names", "odd names"), shares, strict=True))
     print(json.dumps(figures, indent=2))
     if args.out:

@@ -285,7 +285,7 @@ def test_a_broken_hybrid_changes_no_token(
     elif broken == "choice":
         monkeypatch.setattr(hybrid, "expected_accepted", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text
-        monkeypatch.setattr(drafter.parts[0], "observe", lambda *arguments: None)
+        drafter.parts[0].observe = lambda *arguments: None  # type: ignore[method-assign]
     else:
         monkeypatch.setattr(hybrid, "select_layers", lambda states, given, wanted: torch.zeros_like(states))
     prompts = [[(7 * i * i + row) % 60 + 4 for i in range(5 + 4 * row)] for row in range(3)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_fixtures import interrupted_at
+from training_fixtures import after_step, press_ctrl_c
 
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.formats import layouts
@@ -54,11 +54,15 @@ def toy(fresh_accelerator: None, installed_plugin: Callable[..., None]) -> Itera
 @pytest.fixture
 def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     def call(
-        out: Path, notes: list[str] | None = None, data: Path = tiny_data_dir, **changes: str
+        out: Path,
+        notes: list[str] | None = None,
+        data: Path = tiny_data_dir,
+        report: Callable[[str, int, int], None] = lambda stage, done, total: None,
+        **changes: str,
     ) -> list[dict[str, Any]]:
         flags = FLAGS | {"trackers": ""} | changes
         recipe = read_settings(find_variant("toy").recipe_class, flags=flags)
-        progress = Progress(note=notes.append if notes is not None else lambda text: None)
+        progress = Progress(report, notes.append if notes is not None else lambda text: None)
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
         return train(TrainingJob("toy", target, read_data(data), out, recipe, accelerator, progress=progress))
@@ -96,8 +100,8 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
 @pytest.mark.slow
 def test_a_run_that_stopped_goes_on_to_the_same_weights(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "whole", steps="6")
-    with interrupted_at(4):
-        run(tmp_path / "stopped", steps="6")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", report=after_step(4, press_ctrl_c), steps="6")
     notes: list[str] = []
     run(tmp_path / "stopped", notes, steps="6")
     assert any("Resuming from step 4" in note for note in notes)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,8 +57,8 @@ def poison(target: Target, token: int) -> None:
     raise AssertionError("no embedding")
 
 
-def break_forward(target: Target, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, Tensor, Any], None]) -> None:
-    """Call `spoil(number of the forward, tokens, cache)` before each forward; it may raise."""
+def break_forward(target: Target, spoil: Callable[[int, Tensor, Any], None]) -> None:
+    """Call `spoil(number of the forward, tokens, cache)` before each forward of this target; it may raise."""
     target.cache_bytes(1, 1)  # measured with a forward by targets of transformers
     forward, calls = target.forward, 0
 
@@ -67,7 +68,7 @@ def break_forward(target: Target, monkeypatch: pytest.MonkeyPatch, spoil: Callab
         spoil(calls, tokens, cache)
         return forward(tokens, parents, cache, *args, **kwargs)
 
-    monkeypatch.setattr(target, "forward", broken)
+    target.forward = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 39])
@@ -151,9 +152,7 @@ def test_a_draft_token_that_breaks_the_numbers_hurts_no_one(target: Target) -> N
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_forward_that_fails_for_one_request_ends_that_one(
-    target: Target, drafter: Drafter, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_fails_for_one_request_ends_that_one(target: Target, drafter: Drafter, at: int) -> None:
     """At 1 while the prompts are read. From then on every forward with this request in it fails."""
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
@@ -165,7 +164,7 @@ def test_a_forward_that_fails_for_one_request_ends_that_one(
         if call >= at and row[0] in cache.starts:
             raise MemoryError("no room for this one")
 
-    break_forward(target, monkeypatch, spoil)
+    break_forward(target, spoil)
     first, broken, third = engine.generate(PROMPTS, GREEDY)
     assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]
     assert broken.finish_reason == "error" and broken.error == "MemoryError: no room for this one"
@@ -176,7 +175,7 @@ def test_a_forward_that_fails_for_one_request_ends_that_one(
 
 
 def test_a_forward_that_fails_once_changes_nothing(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: Target, drafter: Drafter, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
@@ -185,22 +184,20 @@ def test_a_forward_that_fails_once_changes_nothing(
         if call in (1, 7):
             raise RuntimeError("a hiccup")
 
-    break_forward(target, monkeypatch, spoil)
+    break_forward(target, spoil)
     with caplog.at_level(logging.WARNING):
         assert answers(engine) == expected
     assert "fail like it: RuntimeError: a hiccup" in caplog.text
 
 
-def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(target: Target, drafter: Drafter) -> None:
     """Its request has ended, though the third attempt would succeed."""
 
     def spoil(call: int, tokens: Tensor, cache: Any) -> None:
         if call <= 2:
             raise RuntimeError("not yet")
 
-    break_forward(target, monkeypatch, spoil)
+    break_forward(target, spoil)
     [completion] = Engine(target, drafter, drafting=Drafting(None)).generate(PROMPTS[:1], SamplingParams(1))
     assert (completion.finish_reason, completion.token_ids) == ("error", [])
 
@@ -212,9 +209,7 @@ def spoil_slots(cache: Any) -> None:
             store[..., row + length : row + length + 8, :] = torch.nan
 
 
-def test_a_forward_that_fails_half_way_leaves_nothing_behind(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_fails_half_way_leaves_nothing_behind(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
 
@@ -223,7 +218,7 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(
             spoil_slots(cache)
             raise RuntimeError("half way")
 
-    break_forward(target, monkeypatch, spoil)
+    break_forward(target, spoil)
     scheduler, requests = engine.scheduler, [engine.request(prompt, GREEDY) for prompt in PROMPTS]
     scheduler.add(requests)
     for _ in range(1000):
@@ -235,7 +230,7 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(
 
 
 def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+    target: Target, drafter: Drafter
 ) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
@@ -249,7 +244,7 @@ def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone
         broken += 1
         return TargetOutput(torch.full_like(output.logits, torch.nan), output.hidden_states)
 
-    monkeypatch.setattr(target, "forward", shy)
+    target.forward = shy  # type: ignore[method-assign]
     assert answers(engine) == expected
     assert broken > 10  # prompts and steps
 
@@ -303,9 +298,7 @@ def test_a_drafter_without_numbers_is_reported_once(
 
 
 @pytest.mark.parametrize("method", ["propose", "observe"])
-def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
-    target: Target, drafter: Drafter, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(target: Target, drafter: Drafter, method: str) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     inner, calls = getattr(drafter, method), 0
@@ -317,9 +310,9 @@ def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
             raise RuntimeError("the drafter is confused")
         return inner(*args)
 
-    monkeypatch.setattr(drafter, method, broken)
+    setattr(drafter, method, broken)
     assert answers(engine) == expected
-    monkeypatch.setattr(drafter, method, lambda *args: 1 / 0)
+    setattr(drafter, method, lambda *args: 1 / 0)
     found = engine.generate(PROMPTS, GREEDY)
     if method == "propose":  # the target goes on without drafts
         assert [completion.token_ids for completion in found] == expected
@@ -368,9 +361,7 @@ def test_an_error_at_the_end_of_a_request_ends_it(
 
 
 @pytest.mark.parametrize("after", [0, 7])
-def test_a_tokenizer_that_fails_ends_one_request(
-    target: Target, drafter: Drafter, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_fails_ends_one_request(target: Target, drafter: Drafter, after: int) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     requests = [engine.request(prompt, replace(GREEDY, stop=["\0"])) for prompt in PROMPTS]
@@ -383,7 +374,7 @@ def test_a_tokenizer_that_fails_ends_one_request(
             raise ValueError("what token is that?")
         read()
 
-    monkeypatch.setattr(requests[1].text, "read", broken)
+    requests[1].text.read = broken  # type: ignore[method-assign]
     engine.start(requests)
     first, second, third = [request.result() for request in requests]
     assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]
@@ -400,7 +391,7 @@ def test_a_listener_that_fails_ends_its_request(target: Target, drafter: Drafter
     assert broken.result().error == "The listener failed: ZeroDivisionError: division by zero"
 
 
-def test_an_error_after_the_commit_is_undone(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_the_commit_is_undone(target: Target, drafter: Drafter) -> None:
     """Tokens that the request does not know of must not stay in its cache."""
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
@@ -414,15 +405,13 @@ def test_an_error_after_the_commit_is_undone(target: Target, drafter: Drafter, m
             raise RuntimeError("a hiccup")
         return extend(*args)
 
-    monkeypatch.setattr(requests[1], "extend", broken)
+    requests[1].extend = broken  # type: ignore[method-assign]
     engine.start(requests)
     assert [request.result().token_ids for request in requests] == expected
     assert calls > 6
 
 
-def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(target: Target, drafter: Drafter) -> None:
     """Between the commit and the bookkeeping: a row must not go on with tokens that its request does not know."""
     engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
@@ -431,7 +420,7 @@ def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
     scheduler.add(requests)
     for _ in range(3):
         scheduler.step()
-    monkeypatch.setattr(requests[1], "extend", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    requests[1].extend = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     assert scheduler.idle
@@ -442,9 +431,7 @@ def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
     assert answers(engine) == expected
 
 
-def test_an_interrupted_forward_leaves_nothing_behind(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_forward_leaves_nothing_behind(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
     scheduler = engine.scheduler
     scheduler.add([engine.request(prompt, GREEDY) for prompt in PROMPTS])
@@ -455,7 +442,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(
         spoil_slots(cache)
         raise KeyboardInterrupt
 
-    break_forward(target, monkeypatch, spoil)
+    break_forward(target, spoil)
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     assert all(torch.isfinite(store).all() for store in scheduler.runner.cache.stores)
@@ -470,20 +457,18 @@ def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: D
         assert completion.stats.remembered == remembered
 
 
-def test_what_a_drafter_could_not_observe_is_not_remembered(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_drafter_could_not_observe_is_not_remembered(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, drafting=Drafting(block_size=1), prefix_tokens=100)
     prompt = [7] * 30
-    observe, calls = type(drafter).observe, list[int]()
+    observe, calls = drafter.observe, list[int]()
 
-    def fail_late(self: Drafter, state: Any, tokens: Tensor, *more: Any) -> None:
+    def fail_late(state: Any, tokens: Tensor, *more: Any) -> None:
         calls.append(tokens.size(1))
         if len(calls) == 2:  # after the prompt: what plain steps have committed
             raise ArithmeticError("no memory")
-        observe(self, state, tokens, *more)
+        observe(state, tokens, *more)
 
-    monkeypatch.setattr(type(drafter), "observe", fail_late)
+    drafter.observe = fail_late  # type: ignore[method-assign]
     [first] = engine.generate([prompt], GREEDY)
     assert calls[0] == 30 and len(calls) == 2 and "no memory" in str(first.error)
     [second], [plain] = engine.generate([prompt], GREEDY), Engine(target).generate([prompt], GREEDY)
@@ -492,14 +477,13 @@ def test_what_a_drafter_could_not_observe_is_not_remembered(
     assert third.stats.remembered == len(prompt) - 1
 
 
-def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
-    monkeypatch.setattr(engine.controller, "plan", lambda requests: 1 / 0)
+    plan = engine.controller.plan
+    engine.controller.plan = lambda requests: 1 / 0  # type: ignore[method-assign]
     for completion in engine.generate(PROMPTS, GREEDY):
         assert completion.error == "Decoding was ended by an error: ZeroDivisionError: division by zero"
-    monkeypatch.undo()
+    engine.controller.plan = plan  # type: ignore[method-assign]
     assert len(answers(engine)) == 3
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from copies import copy_with
 from thinned import LONG
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -134,9 +135,9 @@ def test_length_is_exact_and_a_stop_token_ends(target: Target, random_drafter: D
     assert stopped.token_ids == cut.token_ids[: cut.token_ids.index(stop) + 1]
 
 
-def test_the_targets_own_stop_tokens_may_be_ignored(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_own_stop_tokens_may_be_ignored(target: Target) -> None:
     answer = plain(target, PROMPTS[0], max_new_tokens=20, ignore_eos=True)
-    monkeypatch.setattr(target, "eos_token_ids", frozenset(answer[3:4]))
+    target = copy_with(target, eos_token_ids=frozenset(answer[3:4]))
     assert plain(target, PROMPTS[0], max_new_tokens=20) == answer[: answer.index(answer[3]) + 1]
     assert plain(target, PROMPTS[0], max_new_tokens=20, ignore_eos=True) == answer
 
@@ -216,7 +217,6 @@ def test_bad_requests_are_refused(
 def test_what_earlier_steps_left_to_do_does_not_count_as_this_ones_time(
     target: Target,
     random_drafter: DFlashDrafter,
-    monkeypatch: pytest.MonkeyPatch,
     constants: Callable[..., None],
     clock: list[float],
     most_kept: int,
@@ -234,8 +234,7 @@ def test_what_earlier_steps_left_to_do_does_not_count_as_this_ones_time(
             clock[0] += 1000.0
         observe(state, tokens, hidden_states, lengths)
 
-    monkeypatch.setattr(random_drafter, "observe", slow)
-    runner, rows = read(target, random_drafter, request)
+    runner, rows = read(target, copy_with(random_drafter, observe=slow), request)
     plans = [ChainPlan(size, [request.params]) for size in (1, 1, 1, 8)]  # a pause, and a draft after it
     outcomes = [runner.step(rows, plan) for plan in plans]
     assert len(late) == 1 and [outcome.seconds for outcome in outcomes] == [0.0] * 4
@@ -244,7 +243,7 @@ def test_what_earlier_steps_left_to_do_does_not_count_as_this_ones_time(
 
 
 def test_what_a_proposal_took_to_catch_up_does_not_count_as_the_steps_time(
-    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+    target: Target, random_drafter: DFlashDrafter, clock: list[float]
 ) -> None:
     request = Engine(target, random_drafter, drafting=Drafting(None)).request(PROMPTS[0], SamplingParams(30))
     propose = random_drafter.propose
@@ -253,8 +252,7 @@ def test_what_a_proposal_took_to_catch_up_does_not_count_as_the_steps_time(
         clock[0] += 1000.0
         return replace(propose(*given), catch_up_seconds=700.0)
 
-    monkeypatch.setattr(random_drafter, "propose", late)
-    runner, rows = read(target, random_drafter, request)
+    runner, rows = read(target, copy_with(random_drafter, propose=late), request)
     outcome = runner.step(rows, ChainPlan(8, [request.params]))
     assert (outcome.seconds, outcome.catch_up_seconds) == (300.0, 700.0)
 

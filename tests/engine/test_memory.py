@@ -60,19 +60,19 @@ def test_stores_logits_features_and_forwards_count(target: Target, drafter: Draf
 
 
 def test_fewer_slots_where_the_memory_does_not_suffice(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+    target: Target, drafter: Drafter, free_memory: Callable[[int], None]
 ) -> None:
     whole = Engine(target, drafter, drafting=Drafting(None))
     limit = whole.memory_bytes() * 2 // 3
     part = Engine(target, drafter, memory_limit=limit, drafting=Drafting(None))
     assert 0 < part.cache_tokens < whole.cache_tokens
     assert part.memory_bytes() <= limit < part.memory.bytes(part.cache_tokens + 1)
-    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: int(limit / kv_slots.SHARE) + 1)
+    free_memory(int(limit / kv_slots.SHARE) + 1)
     assert Engine(target, drafter, drafting=Drafting(None)).cache_tokens == part.cache_tokens
 
 
 def test_fewer_slots_where_other_programs_use_the_memory(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
+    target: Target, drafter: Drafter, free_memory: Callable[[int], None], constants: Callable[..., None]
 ) -> None:
     def shared(**given: int) -> Engine:
         return Engine(target, drafter, 5, Drafting(None), shares_memory=True, **given)
@@ -80,16 +80,16 @@ def test_fewer_slots_where_other_programs_use_the_memory(
     whole, longest = Engine(target, drafter, 5, Drafting(None)), Engine(target, drafter, 1, Drafting(None)).cache_tokens
     assert shared().cache_tokens == whole.cache_tokens  # a small model
     assert shared(cache_tokens=longest + 3).cache_tokens == longest + 3
-    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: 4 * whole.memory.bytes(3 * longest))
+    free_memory(4 * whole.memory.bytes(3 * longest))
     constants(kv_slots, USUAL_BYTES=1)
     assert shared().cache_tokens == 3 * longest  # a quarter of the free memory
-    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: 2 * whole.memory.bytes(longest))
+    free_memory(2 * whole.memory.bytes(longest))
     constants(kv_slots, USUAL_BYTES=whole.memory.bytes(2 * longest))
     for given in ({}, {"cache_tokens": 3 * longest}, {"prefix_tokens": 100}):
         assert shared(**given).cache_tokens == 2 * longest
     constants(kv_slots, USUAL_BYTES=1)  # one request has room in any case
     assert shared().cache_tokens == longest
-    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: whole.memory.bytes(longest) - 1)
+    free_memory(whole.memory.bytes(longest) - 1)
     assert shared().cache_tokens < longest
 
 
@@ -116,9 +116,9 @@ def test_numbers_out_of_range_are_refused(target: Target, drafter: Drafter, fiel
 def test_the_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     from blockdraft.machine import free_bytes
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))  # free, in all
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    figures = {"mem_get_info": (1000, 5000), "memory_reserved": 300, "memory_allocated": 100}  # the first: free, in all
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
     assert free_bytes(torch.device("cuda")) == 1200
 
 

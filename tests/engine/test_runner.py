@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from copies import copy_with
 from torch import Tensor
 
 from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, chain
@@ -44,9 +45,7 @@ def read(runner: Runner, rows: list[RunningSequence]) -> None:
     assert runner.prefill(rows, [len(row.request.prompt) for row in rows]) == []
 
 
-def test_prompts_are_filled_up_with_tokens_of_their_own(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_filled_up_with_tokens_of_their_own(target: Target, drafter: Drafter) -> None:
     """Prompts are padded with a token of their own: another's values might be NaN, and would stay in the row's
     slots."""
     forward, seen = target.forward, list[list[int]]()
@@ -55,8 +54,7 @@ def test_prompts_are_filled_up_with_tokens_of_their_own(
         seen.extend(tokens.tolist())
         return forward(tokens, *args, **kwargs)
 
-    monkeypatch.setattr(target, "forward", spy)
-    runner, rows = made(target, drafter)
+    runner, rows = made(copy_with(target, forward=spy), drafter)
     read(runner, rows)
     assert [row[: len(prompt)] for row, prompt in zip(seen, PROMPTS, strict=True)] == PROMPTS
     assert all(len(row) == 7 and set(row) <= set(prompt) for row, prompt in zip(seen, PROMPTS, strict=True))

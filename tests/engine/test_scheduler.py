@@ -6,6 +6,7 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+from copies import copy_with
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.none import NoDrafter
@@ -206,10 +207,8 @@ def test_prompts_that_are_read_together_keep_to_the_limit(target: Target, drafte
     assert all(sum(nodes) <= 20 for nodes in hand.seen) and max(map(len, hand.seen)) > 1
 
 
-def test_a_short_row_is_not_read_beside_a_prompt_that_it_has_no_slots_for(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target, "row_slots", lambda tokens: tokens)  # of some targets they are rounded up
+def test_a_short_row_is_not_read_beside_a_prompt_that_it_has_no_slots_for(target: Target, drafter: Drafter) -> None:
+    target = copy_with(target, row_slots=lambda tokens: tokens)  # of some targets they are rounded up
     hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
     for prompt in (PROMPTS[0], LONG[:100]):
         hand.submit(prompt, greedy(2))

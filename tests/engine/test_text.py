@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from copies import copy_with
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -304,10 +305,9 @@ def test_a_panic_of_rust_is_an_error_of_the_request() -> None:
         answer.finish()
 
 
-def test_an_interrupt_loses_no_text(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_loses_no_text(target: Target) -> None:
     assert target.tokenizer is not None
-    ids, decode = target.tokenizer("the tin")["input_ids"], type(target.tokenizer).decode
-    answer = AnswerText(target.tokenizer)
+    ids, decode = target.tokenizer("the tin")["input_ids"], target.tokenizer.decode
     calls = 0
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -317,7 +317,7 @@ def test_an_interrupt_loses_no_text(target: Target, monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         return decode(*args, **options)
 
-    monkeypatch.setattr(type(target.tokenizer), "decode", interrupted)
+    answer = AnswerText(copy_with(target.tokenizer, decode=interrupted))
     text = ""
     for token in ids:
         answer.push(token)
@@ -364,11 +364,11 @@ def test_a_last_text_of_the_assistant_is_continued(target: Target) -> None:
     assert encode([user, {"role": "assistant", "content": ""}], target)[: len(begun)] == begun
 
 
-def test_a_chat_that_the_template_refuses(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_that_the_template_refuses(target: Target) -> None:
     assert target.tokenizer is not None
-    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    tokenizer = copy_with(target.tokenizer, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="refused by the chat template: .*roles must alternate"):
-        encode("hello", target)
+        encode("hello", copy_with(target, tokenizer=tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -639,22 +639,21 @@ def test_what_follows_the_settled_text_is_known(tokenizer: PreTrainedTokenizerBa
                 assert (text + tail).rstrip("\ufffd") == whole
 
 
-def test_a_step_decodes_few_tokens(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_decodes_few_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """Also where special tokens, unknown ids or invalid bytes follow each other."""
     rng = random.Random(2)
-    size, lengths, decode = id_count(tokenizer), [], type(tokenizer).decode
+    size, lengths, decode = id_count(tokenizer), [], tokenizer.decode
     special = tokenizer.convert_tokens_to_ids("</s>")
     visible = next(i for i in iter(lambda: rng.randrange(size), None) if decoded(tokenizer, [i]).strip())
     stretches = [some_ids(rng, size, 300), [special] * 300, [visible] * 300, some_ids(rng, size, 100)]
     if tokenizer.is_fast:
         stretches.insert(2, [size - 1] * 300)
 
-    def counted(self: Any, ids: list[int], **options: Any) -> Any:
+    def counted(ids: list[int], **options: Any) -> Any:
         lengths.append(len(ids))
-        return decode(self, ids, **options)
+        return decode(ids, **options)
 
-    monkeypatch.setattr(type(tokenizer), "decode", counted)
-    stream = TextStream(tokenizer)
+    stream = TextStream(copy_with(tokenizer, decode=counted))
     longest_run, run = 0, 0
     for stretch in stretches:
         for token in stretch:

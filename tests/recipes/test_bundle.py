@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,17 +60,16 @@ def test_the_pair_is_copied_with_cards(build: Build, tmp_path: Path) -> None:
 
 
 def test_nothing_is_copied_that_is_too_large_or_was_not_measured(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, tmp_path: Path, constants: Callable[..., None]
 ) -> None:
     folder, old = build(), tmp_path / "pair/drafter/old"
     old.parent.mkdir(parents=True)
     old.touch()
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(SystemExit, match="would take .* is the limit"),
-    ):
-        patch.setattr(bundle, "MAX_BYTES", 10_000)
+    most = bundle.MAX_BYTES
+    constants(bundle, MAX_BYTES=10_000)
+    with pytest.raises(SystemExit, match="would take .* is the limit"):
         bundle.bundle(folder, tmp_path / "pair")
+    constants(bundle, MAX_BYTES=most)
     with (folder / "drafter/model.safetensors").open("ab") as file:
         file.write(b"x")
     with pytest.raises(SystemExit, match="with other weights of drafter than .*; delete it and measure again"):
@@ -99,11 +97,10 @@ def test_figures_that_are_measured_make_cards(
     for name in ("gsm8k", "humaneval"):
         (data / f"{name}.jsonl").write_text('{"turns": ["abc"]}\n{"turns": ["What is it?"]}\n')
     (data / "gsm8k_test_with_answers.jsonl").write_text('{"answer": "#### 1"}\n{"answer": "#### 2"}\n')
-    command = ["measure.py", "--data", data.parent, "--target", folder / "target", "--wide", folder / "wide"]
+    command = ["--data", data.parent, "--target", folder / "target", "--wide", folder / "wide"]
     command += ["--max-new-tokens", 12, "--speed", 2, "--repeats", 1, "--problems", 20]
     command += ["--out", folder / "figures.json", "--drafters", *(folder / name for name in DRAFTERS)]
-    monkeypatch.setattr(sys, "argv", list(map(str, command)))
-    measure.main()
+    measure.main(list(map(str, command)))
     figures = json.loads((folder / "figures.json").read_text())
     for result in figures["sets"].values():
         assert [own["identical_to_plain"] for own in result["drafters"].values()] == [2, 2]

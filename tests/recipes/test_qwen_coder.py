@@ -72,6 +72,16 @@ def recipe() -> Iterator[Any]:
 
 
 @pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """Let pytest have its handlers of signals again after the test."""
+    numbers = signal.SIGTERM, signal.SIGINT
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def run(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run a script of the recipe with these arguments."""
 
@@ -311,11 +321,10 @@ def test_recorded_hidden_states_are_those_of_the_documents(
     target: Target,
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    restored_signals: None,
     constants: Callable[..., None],
 ) -> None:
     prompts, recorded = tmp_path / "prompts.jsonl", tmp_path / "recorded"
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
     constants(recipe.recording, FILE_TOKENS=1000)
     constants(recipe.code_files, TOKENS=100)
 
@@ -351,12 +360,11 @@ def test_commands_stop_and_resume(
     tiny_eagle3_dir: Path,
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    restored_signals: None,
     constants: Callable[..., None],
 ) -> None:
     prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses"
 
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
     run("prompts", "--data", data, "--out", prompts, "--count", 40)
     tasks = {task["id"] for task in recipe.prompts.read_lines(prompts)}
     options = ("--target", tiny_target_dir, "--prompts", prompts, "--out", responses, "--batch", 4, "--tokens", TOKENS)
@@ -424,14 +432,13 @@ def test_responses_and_training_by_the_clock(
     tiny_eagle3_dir: Path,
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
 ) -> None:
     prompts, inputs, out = tmp_path / "prompts.jsonl", tmp_path / "inputs", tmp_path / "out"
     run("prompts", "--data", data, "--out", prompts, "--count", 100)
     options = ("--target", tiny_target_dir, "--data", data, "--prompts", prompts, "--responses", tmp_path / "none")
     run("gpu_inputs", *options, "--out", inputs)
-    for name, value in {"SLOTS": 700, "LONGEST": 192}.items():
-        monkeypatch.setattr(recipe.on_gpu, name, value)
+    constants(recipe.on_gpu, SLOTS=700, LONGEST=192)
     options = ("--inputs", inputs, "--target", tiny_target_dir, "--init", tiny_eagle3_dir, "--out", out)
     options += ("--device", "cpu", "--rows", 4, "--documents", 20, "--held-out", 2, "--batch", 2, "--anchors", 16)
     began = time.monotonic()

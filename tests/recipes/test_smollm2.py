@@ -183,17 +183,15 @@ def test_folders_of_data_and_validation(
     recipe: Any,
     tiny_target_dir: Path,
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = folder / "answers.jsonl"
     rows = [{"task": n, "source": "magpie", "turns": [{"prompt": f"Say {n}", "answer": str(n)}]} for n in range(60)]
     rows[7] = {"task": 7, "source": "magpie", "dropped": "length"}
     arguments = ["--target", str(tiny_target_dir), "--prompts", str(folder), "--answers", str(file)]
-    monkeypatch.setattr(sys, "argv", ["pack_chats.py", *arguments, "--out", str(folder / "out")])
     for count in (50, 60):  # the second time there are more
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[:count] + rows[50:51]))
-        recipe.pack_chats.main()
+        recipe.pack_chats.main([*arguments, "--out", str(folder / "out")])
         data, validation = read_data(folder / "out/data"), read_data(folder / "out/validation")
         assert (len(data), len(validation)) == (count - 2 - (count == 60), 2)
     assert torch.equal(data[0].tokens[data[0].supervised], data[0].tokens[-2:])

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import solve
 import torch
 from corpus import clean_gsm8k, documented_functions
 from python_tasks import python_task
-from solve import answer_of, problems, written
+from solve import answer_of, problems, python_tasks, written
 from train_target import MENDED, MIXTURES, check_kinds, kind_of, loop_rows, mixture, own_answers, packed_rows
 from word_problems import word_problem
 from write_answers import answers, hard_prompts, with_other_numbers
@@ -179,20 +178,12 @@ def test_hard_prompts_without_numbers_are_answered_greedily_once(tmp_path: Path)
 
 
 def test_tasks_count_that_are_written_as_their_solution_and_that_no_corpus_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    asked = list[str]()
-
     class Wrong:
-        """Answers nothing right, and keeps what it was asked."""
+        """Answers nothing right."""
 
-        def __init__(self, *given: Any, **named: Any) -> None: ...
-        def __enter__(self) -> "Wrong":
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
         def generate(self, prompts: list[str], params: SamplingParams) -> list[Any]:
-            asked.extend(prompts)
             return [SimpleNamespace(text="") for _ in prompts]
 
     class Knows(Wrong):
@@ -201,26 +192,14 @@ def test_tasks_count_that_are_written_as_their_solution_and_that_no_corpus_holds
         def generate(self, prompts: list[str], params: SamplingParams) -> list[Any]:
             return [SimpleNamespace(text="\n" + solutions[prompt] * (n > 0)) for n, prompt in enumerate(prompts)]
 
-    target: Any = None
-    solutions = dict[str, str]()
-    chat = solve.python_chat
-
-    def recorded(*args: Any) -> Any:
-        task = chat(*args)
-        solutions[task["messages"][0]["content"]] = task["messages"][1]["content"]
-        return task
-
-    monkeypatch.setattr(solve, "python_chat", recorded)
-    monkeypatch.setattr(solve, "Engine", Wrong)
-    assert written(target, 20, 0.0, None) == 0 and len(set(asked)) == 20
-    monkeypatch.setattr(solve, "Engine", Knows)
-    assert written(target, 20, 0.5, None) == 0.95
-    first, corpus = asked.copy(), tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"kind": "task", "messages": [{"content": first[3]}]}) + "\n")
-    asked.clear()
-    monkeypatch.setattr(solve, "Engine", Wrong)
-    written(target, 20, 0.0, corpus)
-    assert first[3] not in asked and asked[:3] == first[:3] and len(asked) == 20
+    usual, odd = python_tasks(20, 0.0, None), python_tasks(20, 0.5, None)
+    solutions = dict(odd)
+    assert written(Wrong(), usual) == 0 and len({task for task, _ in usual}) == 20
+    assert written(Knows(), odd) == 0.95
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"kind": "task", "messages": [{"content": usual[3][0]}]}) + "\n")
+    others = python_tasks(20, 0.0, corpus)
+    assert usual[3] not in others and others[:3] == usual[:3] and len(others) == 20
 
 
 class OneToken:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from copies import copy_with
 from pydantic import ValidationError
 from scripted import ScriptedService
 
@@ -261,13 +262,13 @@ def test_responses_reveal_no_paths(client: Any, engine: Any) -> None:
     assert path not in client.get("/v1/models").text + client.get("/openapi.json").text + client.get("/metrics").text
 
 
-def test_public_text_replaces_only_paths(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_text_replaces_only_paths(engine: Any) -> None:
     for place, text, result in (
         (".", "It is 1.5. See above.", "It is 1.5. See above."),
         ("models/small", f"{Path.cwd()}/models/small/x and models/small/y", "small/x and small/y"),
     ):
-        monkeypatch.setattr(engine.target, "path", Path(place))
-        assert Backends(engine).public(text) == result
+        elsewhere = copy_with(engine, target=copy_with(engine.target, path=Path(place)))
+        assert Backends(elsewhere).public(text) == result
 
 
 @pytest.mark.parametrize(

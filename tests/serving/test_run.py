@@ -153,7 +153,7 @@ def test_a_signal_ends_a_request_whose_prompt_is_being_read(
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     target = load_target(tiny_target_dir, compile="off")
     forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda *args, **more: (time.sleep(0.3), forward(*args, **more))[1])
+    target.forward = lambda *args, **more: (time.sleep(0.3), forward(*args, **more))[1]  # type: ignore[method-assign]
     with Engine(target, prefill_tokens=4, stored_prefix_tokens=16) as engine:
         server = Running(engine)
         body = ENDLESS | {"stream": stream, "prompt": list(range(3, 103)), "max_tokens": 100}

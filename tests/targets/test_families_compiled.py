@@ -1,6 +1,6 @@
 """Layers of every family that CUDA graphs hold, traced by torch.compile as one graph without a break."""
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from blockdraft.targets.native import NativeTarget
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", thinned(FAMILIES, keep=4, marks=LONG))
-def test_layers_are_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_one_graph(family: str, tmp_path: Path, constants: Callable[..., None]) -> None:
     write_model(family, tmp_path)
     try:
         plain, compiled = (
@@ -30,7 +30,7 @@ def test_layers_are_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(plain, NativeTarget) and isinstance(compiled, NativeTarget)
     if plain.decoder.config.unusual:
         pytest.skip(f"CUDA graphs know no {plain.decoder.config.unusual}")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ to compile
+    constants("blockdraft.kernels.cuda.compiler", BACKEND="aot_eager")  # no C++ to compile
     torch.compiler.reset()
     counters.clear()
     compiled.capture(Recorder(), Compiler(torch.device("cpu"), in_background=False))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,14 +101,14 @@ def test_the_dtype_of_the_checkpoint_is_the_default(
     message: str,
     tiny_target_dir: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    set_processor_flags: Callable[[Collection[str]], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "target"
     shutil.copytree(tiny_target_dir, folder)
     raw = json.loads((folder / "config.json").read_text()) | {"dtype": named}
     (folder / "config.json").write_text(json.dumps(raw))
-    monkeypatch.setattr(targets, "multiplies_bfloat16", lambda: instructions)
+    set_processor_flags({"avx512_bf16"} if instructions else ())
     for backend in ("native", "hf"):
         caplog.clear()
         assert load_target(folder, device="cpu", backend=backend, compile="off").dtype == expected

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from copies import copy_with
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -71,11 +72,11 @@ def test_tokens_do_not_depend_on_the_batch(model_of: Any, strategy: str, shift: 
 
 
 @pytest.mark.parametrize("shift", [True, False])
-def test_number_of_passes(model_of: Any, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_passes(model_of: Any, shift: bool) -> None:
     """If each pass unmasks one token, there is one pass per token and one per block to commit."""
     model = model_of(4, shift)
     calls, hidden = [], model.network.hidden
-    monkeypatch.setattr(model.network, "hidden", lambda *args: calls.append(args[0].shape) or hidden(*args))
+    model.network = copy_with(model.network, hidden=lambda *args: calls.append(args[0].shape) or hidden(*args))
     seen: list[tuple[int, ...]] = []
     settings = SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True)
     *_, last = Sampler(model, settings).stream([PROMPTS[1]], lambda index, block: seen.append(tuple(block)))
@@ -94,8 +95,8 @@ def test_prompt_fills_part_of_the_first_block(model_of: Any) -> None:
     assert chunk.token_ids == seen[-1][1:3]  # cut within a block
 
 
-def ending(model: DiffusionModel, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the model predict this token from position 10 on."""
+def ending(model: DiffusionModel, token: int) -> DiffusionModel:
+    """Return the model as one that predicts this token from position 10 on."""
     hidden, logits = model.network.hidden, model.network.logits
 
     def marked(tokens: Any, positions: Any, *rest: Any) -> Any:
@@ -107,15 +108,13 @@ def ending(model: DiffusionModel, token: int, monkeypatch: pytest.MonkeyPatch) -
         values[..., token] = torch.where(states[..., -1] > 0, 1e4, -1e4)
         return values
 
-    monkeypatch.setattr(model.network, "hidden", marked)
-    monkeypatch.setattr(model.network, "logits", biased)
+    return replace(model, network=copy_with(model.network, hidden=marked, logits=biased))
 
 
 @pytest.mark.parametrize("strategy", ["left_to_right", "threshold=0"])
-def test_each_sequence_ends_at_its_end_token(model_of: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sequence_ends_at_its_end_token(model_of: Any, strategy: str) -> None:
     """The end token is in the tokens but not in the text; other sequences continue."""
-    model = model_of(4, False)
-    ending(model, 2, monkeypatch)
+    model = ending(model_of(4, False), 2)
     results = completions(model, PROMPTS, max_new_tokens=16, strategy=strategy)
     for prompt, (tokens, text, chunk) in zip(PROMPTS, results, strict=True):
         assert len(prompt) + len(tokens) == 11 and tokens[-1] == 2 and chunk.finish_reason == "stop"
@@ -168,9 +167,9 @@ def test_bad_prompts(model_of: Any, prompt: list[int], message: str) -> None:
         Sampler(model_of(4), SampleSettings(max_new_tokens=8)).stream([[40], prompt])
 
 
-def test_non_finite_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_numbers(model_of: Any) -> None:
     model = model_of(4)
-    monkeypatch.setattr(model.network, "logits", lambda states: states.new_full((len(states), 265), torch.nan))
+    model.network = copy_with(model.network, logits=lambda states: states.new_full((len(states), 265), torch.nan))
     with pytest.raises(NumbersError, match="computes numbers that are not finite; its weights are too large"):
         list(Sampler(model, SampleSettings()).stream([[40]]))
     model.network.to(torch.bfloat16)
@@ -183,11 +182,11 @@ def test_non_finite_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> N
         Sampler(model, SampleSettings(strategy="x"))
 
 
-def test_waiting_prompts_get_the_same_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_prompts_get_the_same_tokens(model_of: Any) -> None:
     """A waiting prompt takes the place of a sequence as soon as that ends."""
     model = model_of(4)
     hidden, sizes = model.network.hidden, []
-    monkeypatch.setattr(model.network, "hidden", lambda *args: sizes.append(len(args[0])) or hidden(*args))
+    model.network = copy_with(model.network, hidden=lambda *args: sizes.append(len(args[0])) or hidden(*args))
     settings = {"max_new_tokens": 9, "seed": 5, "temperature": 0.7, "ignore_eos": True}
     batch = completions(model, PROMPTS, **settings)
     assert max(sizes) == 4
@@ -266,11 +265,9 @@ def test_gap_depends_on_its_block_and_the_blocks_before(model_of: Any, shift: bo
     model = model_of(4, shift)
 
     def logits_of(text: list[int | None]) -> Any:
-        calls = []
-        with pytest.MonkeyPatch.context() as patch:
-            logits = model.network.logits
-            patch.setattr(model.network, "logits", lambda states: calls.append(logits(states)) or calls[-1])  # type: ignore[func-returns-value]
-            filled(model, [text], strategy="left_to_right")
+        calls, logits = [], model.network.logits
+        network = copy_with(model.network, logits=lambda states: calls.append(logits(states)) or calls[-1])
+        filled(replace(model, network=network), [text], strategy="left_to_right")
         [values] = calls
         return values
 

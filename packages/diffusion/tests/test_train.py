@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from copies import copy_with
 from safetensors.torch import load_file
 from several_processes import assert_no_process_group, writing_threads
 
@@ -55,8 +56,8 @@ def same(first: Path, second: Path) -> bool:
     return all(torch.equal(weight, others[name]) for name, weight in weights(first).items())
 
 
-def record_inputs(model: DiffusionModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Return a list that collects the network's inputs, `[B, 2, L]`: the noisy and the clean tokens."""
+def record_inputs(model: DiffusionModel) -> list[torch.Tensor]:
+    """Return a list that collects the inputs of the model's network, `[B, 2, L]`: the noisy and the clean tokens."""
     inputs: list[torch.Tensor] = []
     hidden = model.network.hidden
 
@@ -64,7 +65,7 @@ def record_inputs(model: DiffusionModel, monkeypatch: pytest.MonkeyPatch) -> lis
         inputs.append(tokens.view(len(tokens), 2, -1))
         return hidden(tokens, *args)
 
-    monkeypatch.setattr(model.network, "hidden", record)
+    model.network = copy_with(model.network, hidden=record)
     return inputs
 
 
@@ -137,9 +138,9 @@ def test_moving_average_is_written(model_of: Any, tmp_path: Path) -> None:
     assert torch.allclose(weights(tmp_path / "mean")["model.norm.weight"], expected, atol=1e-6)
 
 
-def test_each_epoch_trains_on_all_sequences(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_epoch_trains_on_all_sequences(model_of: Any, tmp_path: Path) -> None:
     model, ids = model_of(4), torch.arange(120) + 60
-    inputs = record_inputs(model, monkeypatch)
+    inputs = record_inputs(model)
     recipe = DiffusionRecipe(**SMALL | {"held_out": 0.0})
     train(model, [TextTokens(ids, torch.ones(120, dtype=torch.bool))], 5, tmp_path / "out", recipe)
     order = [sequence[1, 0].item() for batch in inputs for sequence in batch]
@@ -207,12 +208,15 @@ def test_model_that_is_not_finite(model_of: Any, tmp_path: Path) -> None:
 
 
 def test_bfloat16_if_the_processor_supports_it(
-    model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: Callable[[], None]
+    model_of: Any,
+    tmp_path: Path,
+    set_processor_flags: Callable[[Collection[str]], None],
+    fresh_accelerator: Callable[[], None],
 ) -> None:
     """Losses in bfloat16 are close to those in float32, and the weights stay float32."""
     lines = {}
     for supported in (True, False):
-        monkeypatch.setattr("blockdraft_train.devices.multiplies_bfloat16", lambda supported=supported: supported)
+        set_processor_flags({"avx512_bf16"} if supported else ())
         fresh_accelerator()
         lines[supported] = run(model_of, tmp_path / str(supported), 3, dtype="auto")
     for bfloat16, float32 in zip(lines[True], lines[False], strict=True):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from copies import copy_with
 
 from blockdraft.targets import Target, load_target
 from blockdraft_train.complaints import Complaints
@@ -52,12 +53,8 @@ def test_a_small_target_and_few_data(target: Target, tmp_path: Path) -> None:
     assert result.variant.config(target).target_layers == (0, 1, 2)
 
 
-def test_where_there_is_enough_of_all_they_are_the_papers(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target, "max_context", 40960)
-    monkeypatch.setattr(target, "num_layers", 36)
-    result = resolved(target, data(tmp_path, 700, 60))
+def test_where_there_is_enough_of_all_they_are_the_papers(target: Target, tmp_path: Path) -> None:
+    result = resolved(copy_with(target, max_context=40960, num_layers=36), data(tmp_path, 700, 60))
     recipe = result.variant.recipe
     assert (recipe.length, recipe.batch, recipe.anchors, recipe.held_out) == (3072, 8, 512, 64)
     assert recipe.target_layers == (1, 9, 17, 25, 33) and result.notes == []

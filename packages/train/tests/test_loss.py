@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,11 @@ RECIPE = DFlashRecipe(
 )
 
 
-def run(recipe: DFlashRecipe, target_dir: Path, data_dir: Path) -> tuple[Sums, dict[str, torch.Tensor]]:
+def run(
+    recipe: DFlashRecipe, target_dir: Path, data_dir: Path, kind: type[DFlashVariant] = DFlashVariant
+) -> tuple[Sums, dict[str, torch.Tensor]]:
     target, data = load_target(target_dir), read_data(data_dir)
-    variant = DFlashVariant(recipe)
+    variant = kind(recipe)
     module = DraftLoss(variant.network(variant.config(target)), variant, target)
     documents = Documents(data, recipe.length)
     batch = next(iter(Batches(documents, documents.usable, recipe, variant.taught_slots).run(0)))[1]
@@ -62,30 +65,27 @@ def test_chunks_and_recomputing_change_nothing(
         torch.testing.assert_close(gradient, others[name], rtol=1e-4, atol=1e-5)
 
 
-def test_logits_of_a_chunk_are_all_that_exist_at_once(
-    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
-) -> None:
+def test_logits_of_a_chunk_are_all_that_exist_at_once(tiny_target_dir: Path, tiny_data_dir: Path) -> None:
     sizes = []
-    original = DFlashVariant.losses
 
-    def watched(self: DFlashVariant, network: object, slots: object) -> object:
-        sizes.append(len(slots.logits_CKV))  # type: ignore[attr-defined]
-        return original(self, network, slots)  # type: ignore[arg-type]
+    class Watched(DFlashVariant):
+        def losses(self, network: Any, slots: Slots) -> dict[str, torch.Tensor]:
+            sizes.append(len(slots.logits_CKV))
+            return super().losses(network, slots)
 
-    monkeypatch.setattr(DFlashVariant, "losses", watched)
-    run(dataclasses.replace(RECIPE, chunk=4), tiny_target_dir, tiny_data_dir)
+    run(dataclasses.replace(RECIPE, chunk=4), tiny_target_dir, tiny_data_dir, Watched)
     assert max(sizes) == 4 and sum(sizes) == 2 * 3 * 7  # each chunk forward, and once more in the backward pass
 
 
-def test_accepted_length_and_accuracy_are_counted_block_by_block(
-    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
-) -> None:
+def test_accepted_length_and_accuracy_are_counted_block_by_block(tiny_target_dir: Path, tiny_data_dir: Path) -> None:
     """With drafts that are right at slots 1, 2 and 4 of every block."""
     pattern = torch.tensor([True, True, False, True, False])
-    monkeypatch.setattr(
-        DFlashVariant, "draft_tokens", lambda self, network, slots: torch.where(pattern, slots.labels_CK, -1)
-    )
-    sums, _ = run(RECIPE, tiny_target_dir, tiny_data_dir)
+
+    class Right(DFlashVariant):
+        def draft_tokens(self, network: Any, slots: Slots) -> torch.Tensor:
+            return torch.where(pattern, slots.labels_CK, -1)
+
+    sums, _ = run(RECIPE, tiny_target_dir, tiny_data_dir, Right)
     right = sums.taught_K * pattern
     assert sums.right_K.tolist() == right.tolist() and int(sums.taught_K[0]) == int(sums.blocks)
     assert int(sums.accepted) == int(sums.blocks + sums.taught_K[0] + sums.taught_K[1])
@@ -93,33 +93,31 @@ def test_accepted_length_and_accuracy_are_counted_block_by_block(
 
 @pytest.mark.parametrize("chunk", [4, 100])
 def test_what_a_variant_counts_is_counted_over_taught_slots(
-    chunk: int, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
+    chunk: int, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
     pattern = torch.tensor([True, True, False, True, False])
-    monkeypatch.setattr(DFlashVariant, "counted", ("some", "all"))
-    monkeypatch.setattr(
-        DFlashVariant,
-        "counts",
-        lambda self, network, slots: {"all": slots.labels_CK >= 0, "some": pattern.expand_as(slots.labels_CK)},
-    )
-    sums, _ = run(dataclasses.replace(RECIPE, chunk=chunk), tiny_target_dir, tiny_data_dir)
+
+    class Counting(DFlashVariant):
+        counted = ("some", "all")
+
+        def counts(self, network: Any, slots: Slots) -> dict[str, torch.Tensor]:
+            return {"all": slots.labels_CK >= 0, "some": pattern.expand_as(slots.labels_CK)}
+
+    sums, _ = run(dataclasses.replace(RECIPE, chunk=chunk), tiny_target_dir, tiny_data_dir, Counting)
     assert sums.counts_M.tolist() == [int((sums.taught_K * pattern).sum()), int(sums.taught_K.sum())]
     assert 0 < int(sums.taught_K.sum()) < 5 * int(sums.blocks)  # some slots are not taught
 
 
-def test_the_teacher_speaks_of_the_token_that_the_label_is(
-    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
-) -> None:
+def test_the_teacher_speaks_of_the_token_that_the_label_is(tiny_target_dir: Path, tiny_data_dir: Path) -> None:
     """Of each taught slot, the teacher's logits are those of the target after all tokens before the label."""
     seen: list[Slots] = []
-    original = DFlashVariant.losses
 
-    def watched(self: DFlashVariant, network: object, slots: Slots) -> object:
-        seen.append(slots)
-        return original(self, network, slots)  # type: ignore[arg-type]
+    class Watched(DFlashVariant):
+        def losses(self, network: Any, slots: Slots) -> dict[str, torch.Tensor]:
+            seen.append(slots)
+            return super().losses(network, slots)
 
-    monkeypatch.setattr(DFlashVariant, "losses", watched)
-    run(RECIPE, tiny_target_dir, tiny_data_dir)
+    run(RECIPE, tiny_target_dir, tiny_data_dir, Watched)
     target, data = load_target(tiny_target_dir), read_data(tiny_data_dir)
     dists = {}  # by the tokens so far
     for document in data:
@@ -146,17 +144,14 @@ def test_terms_weigh_their_slots_as_their_objectives_say() -> None:
     assert term_weights(variant, "dpace", taught).tolist() == [[1, 1, 0, 1, 1]]
 
 
-def test_losses_of_slots_that_are_not_taught_may_be_infinite(
-    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
-) -> None:
+def test_losses_of_slots_that_are_not_taught_may_be_infinite(tiny_target_dir: Path, tiny_data_dir: Path) -> None:
     expected, gradients = run(RECIPE, tiny_target_dir, tiny_data_dir)
-    original = DFlashVariant.losses
 
-    def wild(self: DFlashVariant, network: object, slots: Slots) -> dict[str, torch.Tensor]:
-        values = original(self, network, slots)  # type: ignore[arg-type]
-        return {name: losses.masked_fill(~slots.taught_CK, torch.inf) for name, losses in values.items()}
+    class Wild(DFlashVariant):
+        def losses(self, network: Any, slots: Slots) -> dict[str, torch.Tensor]:
+            values = super().losses(network, slots)
+            return {name: losses.masked_fill(~slots.taught_CK, torch.inf) for name, losses in values.items()}
 
-    monkeypatch.setattr(DFlashVariant, "losses", wild)
-    sums, others = run(RECIPE, tiny_target_dir, tiny_data_dir)
+    sums, others = run(RECIPE, tiny_target_dir, tiny_data_dir, Wild)
     assert torch.equal(sums.terms_T, expected.terms_T)
     assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())

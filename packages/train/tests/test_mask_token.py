@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from copies import copy_with
 
 from blockdraft.targets import Target, load_target
 from blockdraft_train.data.documents import Document, TokenData, read_data
@@ -40,28 +41,29 @@ def test_that_of_the_tokenizer(target: Target) -> None:
 
 
 @pytest.mark.parametrize("nil", [False, True])
-def test_an_unused_row_unless_it_is_nil(nil: bool, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_row_unless_it_is_nil(nil: bool, target: Target) -> None:
     assert target.tokenizer is not None
     target.tokenizer.mask_token = None
-    target.vocab_size += 1  # an entry of the embedding that no token uses
-    monkeypatch.setattr(target, "embed", lambda tokens: torch.full((*tokens.shape, 32), 0.0 if nil else 1.0))
-    choice = mask_token(target)
+    vocab_size = target.vocab_size + 1  # an entry of the embedding that no token uses
+    embed = lambda tokens: torch.full((*tokens.shape, 32), 0.0 if nil else 1.0)  # noqa: E731
+    choice = mask_token(copy_with(target, vocab_size=vocab_size, embed=embed))
     assert (choice.why == "an entry of the embedding that no token uses") != nil
     assert nil or choice.id == 265
 
 
-def test_a_reserved_token_then_the_padding_then_the_rarest(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reserved_token_then_the_padding_then_the_rarest(target: Target, tmp_path: Path) -> None:
     tokenizer = target.tokenizer
     assert tokenizer is not None
     tokenizer.mask_token = None
     names = tokenizer.get_vocab()
-    target.eos_token_ids = frozenset({2})  # and not the padding, whose embedding is nil here until it is given one
     embed = target.embed
-    monkeypatch.setattr(target, "embed", lambda tokens: embed(tokens) + (tokens == 0).unsqueeze(-1))
     renamed = {"<|reserved_7|>" if token == 40 else name: token for name, token in names.items()}
-    monkeypatch.setattr(tokenizer, "get_vocab", lambda: renamed)
+    target = copy_with(
+        target,
+        eos_token_ids=frozenset({2}),  # and not the padding, whose embedding is nil here until it is given one
+        embed=lambda tokens: embed(tokens) + (tokens == 0).unsqueeze(-1),
+        tokenizer=copy_with(tokenizer, get_vocab=lambda: renamed),
+    )
     assert mask_token(target) == (40, "'<|reserved_7|>', which the data do not hold")
     assert mask_token(target, None, data(tmp_path / "a", torch.tensor([40, 41]))).id == tokenizer.pad_token_id == 0
     every = torch.arange(265).repeat(2)

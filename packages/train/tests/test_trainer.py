@@ -13,14 +13,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import pytest
 import torch
+from copies import copy_with
 from safetensors.torch import load_file, save_file
 from several_processes import assert_no_process_group, writing_threads
 from thinned import thinned
-from training_fixtures import interrupted_at
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from training_fixtures import after_step, press_ctrl_c
 
 from blockdraft import load_drafter, load_target
 from blockdraft.folders import held
@@ -68,12 +71,13 @@ Run = Callable[..., list[dict[str, Any]]]
 def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     def call(out: Path, variant: str = "dflash", data: Path = tiny_data_dir, **changes: str) -> list[dict[str, Any]]:
         notes, more = changes.pop("notes", None), int(changes.pop("more", 0))
+        report: Any = changes.pop("report", lambda stage, done, total: None)
         other_responses = bool(changes.pop("other_responses", False))
         named = {name.replace("_", "-"): value for name, value in changes.items()}
         kind = find_variant(variant).recipe_class
         base = {name: value for name, value in BASE.items() if hasattr(kind, name.replace("-", "_"))}
         recipe = read_settings(kind, flags=base | named)
-        progress = Progress(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
+        progress = Progress(report, notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
         documents = read_data(data, unfinished=True)
@@ -138,24 +142,14 @@ def test_a_run_learns_and_leaves_a_drafter(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_a_run_that_stopped_goes_on_to_the_same_weights(
-    optimizer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_stopped_goes_on_to_the_same_weights(optimizer: str, run: Run, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", optimizer=optimizer)
-    original, saved = checkpoints.save, []
-
-    def stop(folder: Path, step: int, *rest: Any) -> None:
-        original(folder, step, *rest)
-        saved.append(step)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoints, "save", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "stopped", optimizer=optimizer)
+        run(tmp_path / "stopped", optimizer=optimizer, report=after_step(4, press_ctrl_c))  # type: ignore[arg-type]
     notes: list[str] = []
     lines = run(tmp_path / "stopped", optimizer=optimizer, notes=notes)  # type: ignore[arg-type]
-    assert saved == [2, 4, 6] and any("Resuming from step 4" in note for note in notes)
+    saved = [file.name for file in sorted((run_folder(tmp_path / "stopped") / "checkpoints").iterdir())]
+    assert saved == ["step-00000004.pt", "step-00000006.pt"] and any("Resuming from step 4" in note for note in notes)
     assert same(tmp_path / "whole", tmp_path / "stopped")
     assert without_speed(whole) == without_speed(lines)
 
@@ -268,8 +262,9 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
     run(whole, hidden_states="memory", eval_prompts="0")
     assert not (run_folder(whole) / FOLDER).exists()
     notes: list[str] = []
-    with interrupted_at(4):
-        run(stopped, hidden_states="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
+    stop: Any = after_step(4, press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, hidden_states="memory", eval_prompts="0", notes=notes, report=stop)  # type: ignore[arg-type]
     assert any("hidden states are stored in" in note for note in notes)
     shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-broken"))
     with monkeypatch.context() as patched:
@@ -323,8 +318,9 @@ def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(run
     lines = run(tmp_path / "whole", steps="9", eval_prompts="0")
     assert [line["step"] for line in lines] == list(range(1, 10)) and lines[4]["rate"] > lines[3]["rate"]
     assert not torch.equal(before["fc.weight"], weights(tmp_path / "whole")["fc.weight"])
-    with interrupted_at(6):
-        run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4")
+    stop: Any = after_step(6, press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4", report=stop)
     notes: list[str] = []
     run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4", notes=notes)  # type: ignore[arg-type]
     assert any("Resuming from step 6" in note for note in notes)
@@ -345,27 +341,17 @@ def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds
     assert len(drafter.reduced_head.kept) == 50
     measured = load_file(run_folder(whole) / "measured/model.safetensors")
     assert {*load_file(whole / "model.safetensors")} - {*measured} == {"embed_tokens.weight"}  # costs time each time
-    with interrupted_at(4):
-        run(out, draft_vocab="50")
+    with pytest.raises(KeyboardInterrupt):
+        run(out, draft_vocab="50", report=after_step(4, press_ctrl_c))  # type: ignore[arg-type]
     run(out, draft_vocab="50")
     assert same(whole, out)
 
 
 @pytest.mark.slow
-def test_when_asked_to_finish_it_ends_within_a_few_steps(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, notes, add = tmp_path / "drafter", list[str](), RunLog.add
-
-    def tell(log: RunLog, line: Any) -> None:
-        add(log, line)
-        if line["step"] == 13:
-            (run_folder(out) / FINISH).touch()
-
+def test_when_asked_to_finish_it_ends_within_a_few_steps(run: Run, tmp_path: Path) -> None:
+    out, notes = tmp_path / "drafter", list[str]()
     changes: dict[str, Any] = {"steps": "500", "save_every": "0", "eval_prompts": "0", "eval_every": "0", "keep": "1"}
-    with monkeypatch.context() as patched:
-        patched.setattr(RunLog, "add", tell)
-        lines = run(out, **changes, notes=notes)
+    lines = run(out, **changes, notes=notes, report=after_step(13, (run_folder(out) / FINISH).touch))  # type: ignore[arg-type]
     assert [line["step"] for line in lines] == list(range(1, 15)) and lines[-1]["rate"] == 0
     assert "held_out_loss" in lines[-1] and not (run_folder(out) / FINISH).exists()
     assert any("Finishing: the learning rates fall until step 14" in note for note in notes)
@@ -396,9 +382,7 @@ def test_answers_of_another_model_are_refused_unless_named(
         run(tmp_path / author, data=data, steps="1", eval_prompts="0", other_responses="" if fits else "yes")
 
 
-def test_data_that_grow_leave_a_run_as_it_was(
-    run: Run, tmp_path: Path, tiny_data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_grow_leave_a_run_as_it_was(run: Run, tmp_path: Path, tiny_data_dir: Path) -> None:
     """The same for data that were still being made when it began."""
     documents = list(read_data(tiny_data_dir))
     writer = DataWriter(tmp_path / "data", {"tokenizer": read_data(tiny_data_dir).tokenizer})
@@ -408,16 +392,8 @@ def test_data_that_grow_leave_a_run_as_it_was(
     writer.flush()
     small, notes, out = {"steps": "3", "eval_prompts": "0", "save_every": "1"}, list[str](), tmp_path / "stopped"
     run(tmp_path / "whole", data=tmp_path / "data", **small)
-    original = checkpoints.save
-
-    def stop(folder: Path, step: int, *rest: Any) -> None:
-        original(folder, step, *rest)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(out, data=tmp_path / "data", **small)
+    with pytest.raises(KeyboardInterrupt):
+        run(out, data=tmp_path / "data", **small, report=after_step(1, press_ctrl_c))  # type: ignore[arg-type]
     for row in range(1, 40, 2):
         writer.add(row, [documents[row]])
     writer.finish()
@@ -475,19 +451,20 @@ def test_weights_are_quantized_in_every_other_step(run: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("clip", [0.01, 0.0])
-def test_the_optimizer_gets_clipped_gradients_and_the_scheduled_rate(
-    clip: float, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    norms, rates, original = list[float](), list[float](), torch.optim.AdamW.step
+def test_the_optimizer_gets_clipped_gradients_and_the_scheduled_rate(clip: float, run: Run, tmp_path: Path) -> None:
+    norms, rates = list[float](), list[float]()
 
-    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
-        gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def watch(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        gradients = [p.grad.flatten() for group in groups for p in group["params"] if p.grad is not None]
         norms.append(float(torch.cat(gradients).norm()))
-        rates.append(self.param_groups[0]["lr"])
-        return original(self, *arguments)
+        rates.append(groups[0]["lr"])
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-    lines = run(tmp_path / "drafter", clip=str(clip), warmup="0.5", eval_every="0", eval_prompts="0")
+    hook = register_optimizer_step_pre_hook(watch)
+    try:
+        lines = run(tmp_path / "drafter", clip=str(clip), warmup="0.5", eval_every="0", eval_prompts="0")
+    finally:
+        hook.remove()
     assert min(line["gradient_norm"] for line in lines) > 0.1
     assert norms == pytest.approx([clip or line["gradient_norm"] for line in lines], rel=1e-3)
     assert rates == pytest.approx([3e-3 * line["rate"] for line in lines]) and len(set(rates)) > 3
@@ -499,43 +476,31 @@ def test_fixed_blocks_are_another_run(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = tmp_path / "whole"
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is full")
+def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run: Run, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "drafter"
     run(whole)
-    original = torch.save
-
-    def full(state: Any, file: Any) -> None:
-        if state.get("step") == 4:
-            raise OSError(28, "No space left on device")
-        original(state, file)
-
-    out = tmp_path / "drafter"
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)
-        with pytest.raises(ValueError, match="No space left on device.*newest checkpoint is step-00000002.pt"):
-            run(out)
+    partial = run_folder(out) / "checkpoints" / "step-00000004.partial"
+    with pytest.raises(ValueError, match="No space left on device.*newest checkpoint is step-00000002.pt"):
+        run(out, report=after_step(3, lambda: partial.symlink_to("/dev/full")))  # type: ignore[arg-type]
     run(out)
     assert same(whole, out)
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, out, add = tmp_path / "whole", tmp_path / "drafter", RunLog.add
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is full")
+def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(run: Run, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "drafter"
+    log, lines = run_folder(out) / "log.jsonl", tmp_path / "lines"
     run(whole)
 
-    def full(log: RunLog, line: Any) -> None:
-        if line["step"] == 4:
-            raise OSError(28, "No space left on device")
-        add(log, line)
+    def fill() -> None:
+        log.rename(lines)
+        log.symlink_to("/dev/full")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(RunLog, "add", full)
-        with pytest.raises(ValueError, match=r"No space left on device.*newest checkpoint is step-00000002.pt; free"):
-            run(out)
+    with pytest.raises(ValueError, match=r"No space left on device.*newest checkpoint is step-00000002.pt; free"):
+        run(out, report=after_step(3, fill))  # type: ignore[arg-type]
+    lines.replace(log)
     run(out)
     assert same(whole, out)
 
@@ -556,13 +521,12 @@ def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_t
     assert len(warnings) == 1 and "was trained for another target (fingerprint 0123456789abcdef)" in warnings[0]
 
 
-def test_a_gguf_file_says_what_it_was_trained_for(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_says_what_it_was_trained_for(tiny_target_dir: Path) -> None:
     file, target = bundled_drafter(known("smollm2")), load_target(tiny_target_dir, device="cpu")
     recipe = find_variant("eagle3").recipe_class(init=str(file))
     trained_for = gguf_trained(open_gguf(file)).target
     assert f"{file} was trained for another target (fingerprint {trained_for})" in preflight.init_note(recipe, target)
-    monkeypatch.setattr(type(target), "source_fingerprint", trained_for)
-    assert preflight.init_note(recipe, target) is None
+    assert preflight.init_note(recipe, Mock(wraps=target, source_fingerprint=trained_for)) is None
 
 
 def test_what_does_not_fit_is_refused_at_the_start(
@@ -645,16 +609,13 @@ def test_a_target_that_computes_no_numbers_is_named(
     assert not run_folder(tmp_path / "drafter").exists()
 
 
-def test_targets_that_cap_their_logits_teach_no_distributions(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_that_cap_their_logits_teach_no_distributions(tiny_target_dir: Path) -> None:
     target: Target = load_target(tiny_target_dir)
     tokens = torch.arange(5, 30)
     preflight.check_teacher(target, tokens)
     head = target.head
-    monkeypatch.setattr(target, "head", lambda hidden: 0.1 * head(hidden))
     with pytest.raises(ValueError, match="scales or caps its logits; choose objectives that learn from tokens"):
-        preflight.check_teacher(target, tokens)
+        preflight.check_teacher(copy_with(target, head=lambda hidden: 0.1 * head(hidden)), tokens)
 
 
 def words(target: Path, data: Path, out: Path, **changes: str) -> list[str]:

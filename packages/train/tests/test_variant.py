@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from copies import copy_with
 
 from blockdraft.drafters import entries, load_drafter
 from blockdraft.errors import UsageError
@@ -57,14 +58,14 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
     "name", sorted({*variant_names()} - {"medusa"})
 )  # whose heads begin with the target's draft tokens
 def test_a_head_of_large_rows_makes_no_firm_draft_tokens_of_a_new_network(
-    name: str, factor: float, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, factor: float, tiny_target_dir: Path
 ) -> None:
     target, kind = load_target(tiny_target_dir), find_variant(name)
     recipe = (
         kind.recipe_class(target_layers=(0, 1)) if hasattr(kind.recipe_class, "target_layers") else kind.recipe_class()
     )
     variant, head = kind(recipe), target.head
-    monkeypatch.setattr(target, "head", lambda hidden: factor * head(hidden))
+    target = copy_with(target, head=lambda hidden: factor * head(hidden))
     network = variant.network(variant.config(target))
     before = network.norm.weight.clone()
     variant.fit_head(network, target)

@@ -89,9 +89,8 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_the_smoke_test_fails_only_where_a_token_is_wrong(
     monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    constants(smoke, REPEATS=2)
-    for name in ("GREEDY", "SAMPLED"):
-        monkeypatch.setattr(smoke, name, replace(getattr(smoke, name), max_new_tokens=12))
+    few = {name: replace(getattr(smoke, name), max_new_tokens=12) for name in ("GREEDY", "SAMPLED")}
+    constants(smoke, REPEATS=2, **few)
     right = smoke.answers
 
     def wrong(drafts: str, dtype: str, device: object, **how: object) -> list[list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.peers import __main__ as program
 from benchmarks.peers import environments
-from benchmarks.peers.registry import LLAMA, PEERS, PLAIN, REFERENCE, choose
+from benchmarks.peers.registry import LLAMA, PEERS, PLAIN, REFERENCE, Peer, choose
 from fakes import fake
 
 from blockdraft_tools.export import gguf_source
@@ -25,20 +25,19 @@ def command(tmp_path: Path, tiny_target_dir: Path, constants: Callable[..., None
     return [*folders, "--prompts", str(prompts), "--max-new-tokens", "5", "--out", str(tmp_path / "out")]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object, code: int = 0) -> None:
-    monkeypatch.setattr(program, "choose", lambda names, kind, files: list(peers))
+def run(arguments: list[str], *peers: Peer, code: int = 0) -> None:
     if code:
         with pytest.raises(SystemExit, match=str(code)):
-            program.main(arguments)
+            program.main(arguments, peers)
     else:
-        program.main(arguments)
+        program.main(arguments, peers)
 
 
 def test_one_command_measures_and_writes(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peers = fake(REFERENCE), fake("a", differ=1), fake("b", missing="no | wheel"), fake("c", die=1), fake(PLAIN, many=1)
-    run(monkeypatch, [*command, "--repeats", "2", "--at-once", "16"], *peers)
+    run([*command, "--repeats", "2", "--at-once", "16"], *peers)
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert set(found["sets"]["sums"]) == {REFERENCE, "a", PLAIN}
     assert found["missing"] == {"b": "no | wheel", "c": "failed: it ended with 1: out of memory"}
@@ -67,11 +66,10 @@ def test_what_cannot_be_compared(
     more: list[str],
     message: str,
     command: list[str],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, [*command, *more], fake(REFERENCE, **options), fake("a"))
+        run([*command, *more], fake(REFERENCE, **options), fake("a"))
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -83,12 +81,12 @@ def test_an_interrupt_keeps_the_answers(
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(program, "measure", interrupted)
-        run(patch, command, fake(REFERENCE))
+        run(command, fake(REFERENCE))
     assert ended.value.code == 130 and "goes on from here" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run(monkeypatch, [*command, "--repeats", "2"], fake(REFERENCE))
+        run([*command, "--repeats", "2"], fake(REFERENCE))
     assert "other repeats; finish it with what it began with, or add --restart" in capsys.readouterr().err
-    run(monkeypatch, [*command, "--repeats", "5"], fake(REFERENCE))  # the default written out
+    run([*command, "--repeats", "5"], fake(REFERENCE))  # the default written out
 
 
 def test_memory_and_start_are_those_of_the_process_that_answered(
@@ -99,10 +97,10 @@ def test_memory_and_start_are_those_of_the_process_that_answered(
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(program, "measure_at_once", interrupted)
-        run(patch, [*command, "--at-once", "2"], fake(REFERENCE, many=1))
+        run([*command, "--at-once", "2"], fake(REFERENCE, many=1))
     file = tmp_path / "build" / "unfinished" / "processes.csv"
     [peer, seconds, peak] = file.read_text().splitlines()[1].split(",")
-    run(monkeypatch, [*command, "--at-once", "2"], fake(REFERENCE, many=1))
+    run([*command, "--at-once", "2"], fake(REFERENCE, many=1))
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert found["start_seconds"] == {peer: float(seconds)} and found["peak_bytes"] == {peer: int(peak)}
 
@@ -136,7 +134,7 @@ def test_models_of_other_formats_are_written_before_the_start_is_timed(
         return begin(line, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(program, "PeerProcess", recorded)
-    run(monkeypatch, [*command, "--repeats", "1"], fake(REFERENCE), replace(fake("a"), converts=True))
+    run([*command, "--repeats", "1"], fake(REFERENCE), replace(fake("a"), converts=True))
     assert len(started) == 3
 
 
@@ -168,16 +166,15 @@ def test_a_gguf_file_is_compared_with_llama_cpp(
     command: list[str],
     tmp_path: Path,
     tiny_target_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "model.gguf"
     with gguf_source(tiny_target_dir) as source:
         source.write_target(file, "f32")
-    run(monkeypatch, [*command, "--repeats", "1", "--target", str(file)], code=2)
+    run([*command, "--repeats", "1", "--target", str(file)], code=2)
     assert "must both be GGUF files" in capsys.readouterr().err
     at = command.index("--drafter")
-    run(monkeypatch, [*command[:at], *command[at + 2 :], "--target", str(file)], fake(LLAMA), fake(PLAIN, differ=1))
+    run([*command[:at], *command[at + 2 :], "--target", str(file)], fake(LLAMA), fake(PLAIN, differ=1))
     printed = capsys.readouterr().out
     assert (
         "x llama.cpp" in printed

@@ -1,6 +1,5 @@
 """Order of the requests of a load, and figures of its runs."""
 
-import argparse
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +118,7 @@ def test_gauges_that_are_left() -> None:
     assert gauges(text) == {'x_waiting{model="a b"}': 2.0}
 
 
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line(tmp_path: Path) -> None:
     measured: list[LoadSettings] = []
 
     def measure(how: LoadSettings, out: Path, runs: Records[Run]) -> dict[str, str]:
@@ -127,15 +126,12 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         runs.add(run(SERVER, 1.0, repeat=len(runs.all), unequal=len(runs.all)))
         return {}
 
-    monkeypatch.setattr(program, "measure", measure)
-    monkeypatch.setattr(program.report, "draw", lambda runs, path: path.touch())
+    def asked(*words: str) -> list[str]:
+        return program.run(program.arguments([*words, "--out", str(tmp_path)]), measure)
 
-    def asked(*words: str) -> argparse.Namespace:
-        return program.arguments([*words, "--out", str(tmp_path)])
-
-    assert program.run(asked("--quick", "--streams", "2", "--ways", "server,engine")) == []
+    assert asked("--quick", "--streams", "2", "--ways", "server,engine") == []
     assert (measured[0].streams, measured[0].ways, measured[0].seconds) == ((2,), (SERVER, ENGINE), 4.0)
-    assert len(program.run(asked("--quick"))) == 1  # the second run has a wrong answer
+    assert len(asked("--quick")) == 1  # the second run has a wrong answer
     with pytest.raises(ValueError, match="other seconds"):
-        program.run(asked())
-    assert program.run(asked("--anew")) == [] and measured[-1] == LoadSettings() and LoadSettings().ways == WAYS
+        asked()
+    assert asked("--anew") == [] and measured[-1] == LoadSettings() and LoadSettings().ways == WAYS

@@ -1,8 +1,8 @@
 """Plan of the measurements, with fake processes; `make bench-sizes ARGS=--quick` measures."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from benchmarks.harness.process import PeerProcess
@@ -24,7 +24,11 @@ def test_shapes_are_measured_alone() -> None:
         assert program.arguments(words).widths == widths
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once() -> Executor:
+    return ThreadPoolExecutor(1)
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, constants: Callable[..., None]) -> None:
     started_now: list[str] = []
 
     def start(process: Way, served: list[Way], given: dict[str, object], patience: float, log: Path) -> PeerProcess:
@@ -32,27 +36,25 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         started_now.append(process.kind)
         return started(fake(log.stem), tmp_path)
 
-    monkeypatch.setattr(program, "start", start)
-    monkeypatch.setattr(program, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))  # starts at once
-    monkeypatch.setattr(program.report, "draw", lambda runs, path: path.touch())
-    monkeypatch.setattr(environments, "why_missing", lambda name: None)
+    constants(environments, BUILD=tmp_path)
+    environments.folder("llama_cpp").mkdir(parents=True)
+    (environments.folder("llama_cpp") / ".installed").touch()
     words = ["--widths", "1", "--methods", "chain:3", "--limit", "2", "--repeats", "1", "--tokens", "4"]
     words += ["--first", "16", "--contexts", "", "--out", str(tmp_path / "out"), "--llama", "bf16,Q4_K"]
     for kinds, expected in (("bfloat16", ["bfloat16", "bf16", "bf16", "bf16"]), ("bfloat16,int8", ["int8"])):
         started_now.clear()
-        program.run(program.arguments([*words, "--kinds", kinds]))
+        program.run(program.arguments([*words, "--kinds", kinds]), start, at_once)
         assert started_now == expected
     names = {"runs.csv", "settings.json", "sizes.md", "sizes.png"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert "rows are no multiple of 256: llama.cpp Q4_K plain" in (tmp_path / "out" / "sizes.md").read_text()
 
 
-def test_more_than_fits_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
-    monkeypatch.setattr(program, "start", lambda *_: pytest.fail("something was loaded"))
-    monkeypatch.setattr(program.psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+def test_more_than_fits_is_refused_before_it_is_loaded(tmp_path: Path, free_memory: Callable[[int], None]) -> None:
+    free_memory(1_000_000)
+    words = ["--widths", "1", "--llama", "", "--out", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=r"take about 0.0 GB together; 0.0 GB are free\. Give fewer --kinds"):
-        program.run(program.arguments(["--widths", "1", "--llama", "", "--out", str(tmp_path / "out")]))
+        program.run(program.arguments(words), lambda *_: pytest.fail("something was loaded"), at_once)
     assert not list((tmp_path / "out").glob("tmp*"))
 
 

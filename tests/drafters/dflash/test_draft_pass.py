@@ -357,16 +357,14 @@ def test_a_head_of_part_of_the_vocabulary_is_packed_into_the_same_call(
 
 
 @pytest.mark.parametrize("own_head", [False, True])
-def test_a_head_that_is_not_in_the_library_is_called(
-    own_head: bool, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_is_not_in_the_library_is_called(own_head: bool, tiny_target_dir: Path) -> None:
     """The head of a target with another dtype, or the drafter's own."""
     dtype = "float32" if own_head else "bfloat16"
     target = load_target(tiny_target_dir, dtype=dtype, device="cpu", backend="native", compile="on")
     network = made_network(replace(CONFIG, hidden_size=target.hidden_size, head_dim=8))
     head = (lambda hidden: 3 * hidden) if own_head else None
     if not own_head:
-        monkeypatch.setattr(target, "head", lambda hidden: 3 * hidden)
+        target.head = lambda hidden: 3 * hidden  # type: ignore[method-assign]
     run = compiled_pass(network, target, head, dtype=torch.float32)
     state, tokens = run.new_state(1, 20), torch.tensor([[7, 1, 1]])
     run.observe(state, TOKENS, torch.randn(1, 9, 2 * target.hidden_size))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from copies import copy_with
 from thinned import thinned
 from torch import Tensor
 
@@ -232,7 +233,7 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
             return self.inner(*given)
 
     nodes = drafter.runner.nodes
-    monkeypatch.setattr(drafter.runner, "nodes", Counted)
+    drafter = copy_with(drafter, runner=copy_with(drafter.runner, nodes=Counted))
     for number in (lambda levels, following, plan, width: width, eagle3.num_continued):
         monkeypatch.setattr(eagle3, "num_continued", number)
         passes.clear()
@@ -268,7 +269,7 @@ def test_a_tree_grows_from_nodes_whose_children_may_be_proposed(
         assert eagle3.num_continued(doubled, torch.zeros(2, 3), both, 3) == expected
 
 
-def test_costs_that_cut_a_tree_save_passes(drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_cut_a_tree_save_passes(drafter: Eagle3Drafter) -> None:
     """The tree is that of the most probable nodes, and grows from few of them."""
     state = drafter.new_state(1, 60)
     observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
@@ -284,7 +285,7 @@ def test_costs_that_cut_a_tree_save_passes(drafter: Eagle3Drafter, monkeypatch: 
             widths.append(tokens.size(1))
             return self.inner(tokens, parents)
 
-    monkeypatch.setattr(drafter.runner, "nodes", Recorded)
+    drafter = copy_with(drafter, runner=copy_with(drafter.runner, nodes=Recorded))
     sizes, passes = list[int](), list[list[int]]()
     for each in (0.0, 0.05):
         widths.clear()

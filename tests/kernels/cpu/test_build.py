@@ -179,11 +179,14 @@ def test_a_compiler_of_no_use_is_named(
 
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_named_and_a_temporary_one_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(prebuilt, "find", lambda *kinds: None)
+    constants(prebuilt, FOLDER=tmp_path / "no wheel")
     build = Build(torch.float32, torch.float32, torch.float32)
     assert build.library() is not None and build.reason is None
     assert f"{tmp_path / 'file' / 'libraries'} cannot be written (Not a directory)" in caplog.text

@@ -1,6 +1,6 @@
 """The compiled forward pass where no size is a multiple of the vector length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from blockdraft import Engine, SamplingParams, load_drafter
 from blockdraft.formats import Trained, zlab
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
-from blockdraft.targets import Target, load_target, native, native_files
+from blockdraft.targets import Target, load_target, native_files
 from blockdraft.types import Drafting
 
 SIZES: dict[str, Any] = {
@@ -128,9 +128,9 @@ def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(roun
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("round_drafters", [True, False])
 def test_drafters_beside_bfloat16_are_rounded_where_integers_are_faster(
-    monkeypatch: pytest.MonkeyPatch, few: bool, round_drafters: bool
+    set_processor_flags: Callable[[Collection[str]], None], few: bool, round_drafters: bool
 ) -> None:
-    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: few)
+    set_processor_flags({"avx512_bf16"} if few else ())
     target = load_target(dtype="bfloat16", device="cpu", compile="on", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)
     assert {packed.bits for packed in drafter.runner.packed} == {8 if few and round_drafters else None}
@@ -186,7 +186,7 @@ def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(
     ],
 )
 def test_a_drafter_trained_for_quantization_is_quantized_beside_a_target_that_is(
-    monkeypatch: pytest.MonkeyPatch,
+    set_processor_flags: Callable[[Collection[str]], None],
     how: Any,
     faster: bool,
     bits: int | None,
@@ -194,7 +194,7 @@ def test_a_drafter_trained_for_quantization_is_quantized_beside_a_target_that_is
     tiny_drafter_dir: Path,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: faster)
+    set_processor_flags({"avx512_bf16"} if faster else ())
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "drafter", config, tensors, Trained(None, 4))
     for round_drafters in (True, False):

@@ -3,7 +3,7 @@
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -79,14 +79,20 @@ Place = Callable[..., Path]
 
 
 @pytest.fixture
-def place(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Place:
+def place(
+    library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
+    set_processor_flags: Callable[[Collection[str]], None],
+) -> Place:
     """Puts a library into the wheel's folder as one of a level. The processor has AVX-512 without VNNI, there is no
     compiler, and the cache is empty."""
     folder = tmp_path / "libraries"
     folder.mkdir()
     constants(prebuilt, FOLDER=folder)
     monkeypatch.setattr(platform, "machine", lambda: X86)
-    monkeypatch.setattr(prebuilt, "processor_flags", lambda: V4)
+    set_processor_flags(V4)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
 
@@ -125,11 +131,13 @@ def compiles() -> bool:
     return build.reason == "there is no C compiler (no-such-compiler)"
 
 
-def test_a_processor_without_a_library_has_one_compiled(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_a_library_has_one_compiled(
+    place: Place, set_processor_flags: Callable[[Collection[str]], None]
+) -> None:
     place("x86-64-v4-vnni")
     assert compiles()
     place("x86-64-v3")
-    monkeypatch.setattr(prebuilt, "processor_flags", lambda: V3 - {"fma"})
+    set_processor_flags(V3 - {"fma"})
     assert compiles()
 
 
@@ -179,7 +187,10 @@ def test_other_kinds_have_none(
 @pytest.mark.skipif(platform.machine() not in LEVELS or shutil.which("gcc") is None, reason="not where wheels are made")
 @pytest.mark.parametrize("inputs", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
 def test_what_is_made_is_found_and_all_levels_compute_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None], inputs: torch.dtype
+    tmp_path: Path,
+    constants: Callable[..., None],
+    set_processor_flags: Callable[[Collection[str]], None],
+    inputs: torch.dtype,
 ) -> None:
     dtypes = torch.bfloat16, inputs, torch.bfloat16
     constants(sources, FLAGS=("-O0", *sources.FLAGS[1:]))  # compiles in a third of the time
@@ -194,7 +205,7 @@ def test_what_is_made_is_found_and_all_levels_compute_the_same(
     x = torch.randn(9, 41, generator=generator)
     results = []
     for level in here:
-        monkeypatch.setattr(prebuilt, "processor_flags", lambda level=level: level.needs)
+        set_processor_flags(level.needs)
         actual = find(*dtypes, 16)
         assert actual is not None and actual[1] == level.name and actual[0].has_integers
         layer = PackedLinear(weight, None)

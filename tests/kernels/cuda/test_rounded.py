@@ -1,6 +1,9 @@
 """Weights quantized by torchao, which gives the same numbers on a CPU as on a GPU."""
 
-from functools import partial
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from blockdraft.kernels.cuda import rounded
 from blockdraft.kernels.cuda.compiler import compiled_layers
 from blockdraft.kernels.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.nn.decoder import Decoder
@@ -62,9 +64,9 @@ def test_products_are_those_of_the_rounded_weights(kind: str, tied: bool) -> Non
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_layers_of_rounded_weights_are_compiled_as_one_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_rounded_weights_are_compiled_as_one_graph(kind: str, constants: Callable[..., None]) -> None:
     pytest.importorskip("torchao")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ to compile
+    constants("blockdraft.kernels.cuda.compiler", BACKEND="aot_eager")  # no C++ to compile
     torch.compiler.reset()
     counters.clear()
     network, run_layer = decoder(tied=True), compiled_layers()
@@ -81,12 +83,13 @@ def test_layers_of_rounded_weights_are_compiled_as_one_graph(kind: str, monkeypa
 def test_what_cannot_be_rounded_says_why(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> None:
     with pytest.raises(ValueError, match="fp8 weights need an NVIDIA GPU, and the device is cpu; use int8"):
         load_target(tiny_target_dir, device="cpu", quantize="fp8")
-    monkeypatch.setattr(rounded, "find_spec", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    capability = [8, 0]
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
     assert "for bfloat16 arithmetic, and the dtype is float32" in str(why_not_rounded("int8", GPU, torch.float32))
     assert 'pip install "blockdraft[gpu]"' in str(why_not_rounded("int8", GPU, torch.bfloat16))
-    monkeypatch.setattr(rounded, "find_spec", lambda name: "found")
+    monkeypatch.setitem(sys.modules, "torchao", module_from_spec(ModuleSpec("torchao", None)))
     assert why_not_rounded("int8", GPU, torch.bfloat16) is None
     assert "need compute capability 8.9, and cuda has 8.0" in str(why_not_rounded("fp8", GPU, torch.bfloat16))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    capability[1] = 9
     assert why_not_rounded("fp8", GPU, torch.bfloat16) is None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from copies import copy_with
 from torch import Tensor
 
 from blockdraft.nn.draft_config import LayerAttention
@@ -72,9 +73,9 @@ def test_the_mean_embedding_is_that_of_the_likeliest_tokens() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
-def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int) -> None:
     """If all passes draft the same token, the states are on the line from the noise to it."""
-    network, seen = FlowNetwork(CONFIG), list[tuple[float, float]]()
+    seen = list[tuple[float, float]]()
     noise, clean = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
 
     def entering(state: Tensor, begin: Tensor, end: Tensor) -> Tensor:
@@ -83,15 +84,14 @@ def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkey
         seen.append((float(begin), float(end)))
         return state
 
-    monkeypatch.setattr(network, "entering", entering)
+    network = copy_with(FlowNetwork(CONFIG), entering=entering)
     out = network.denoised(noise, passes, linear, same, lambda hidden: clean)
     assert seen == [(pytest.approx(i / passes), pytest.approx((i + 1) / passes)) for i in range(passes)]
     assert out.shape == noise.shape
 
 
-def test_each_pass_sees_what_the_one_before_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, from_draft = FlowNetwork(CONFIG), list[Tensor]()
-    monkeypatch.setattr(network, "entering", lambda state, begin, end: state)
+def test_each_pass_sees_what_the_one_before_drafted() -> None:
+    network, from_draft = copy_with(FlowNetwork(CONFIG), entering=lambda state, begin, end: state), list[Tensor]()
 
     def clean(hidden: Tensor) -> Tensor:
         from_draft.append(hidden + 1)

@@ -47,15 +47,14 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "absent.csv", "empty.jsonl", "notes.doc"])
-def test_files_are_refused_before_the_target_is_loaded(
-    name: str, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_refused_before_the_target_is_loaded(name: str, tmp_path: Path) -> None:
+    """The target is none, which would be said otherwise."""
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "notes.doc").write_text("text")
-    monkeypatch.setattr(run, "load_target", lambda *args, **named: pytest.fail("the target is loaded"))
+    (tmp_path / "target").mkdir()
     with pytest.raises(ValueError, match=name):
         run_fit(
-            Fit(Where(tmp_path / "out", str(tiny_target_dir)), FitSettings(), (f"{tmp_path}/{name}",), RECORDS),
+            Fit(Where(tmp_path / "out", f"{tmp_path}/target"), FitSettings(), (f"{tmp_path}/{name}",), RECORDS),
             False,
             SILENT,
         )

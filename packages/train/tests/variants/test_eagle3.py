@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from copies import copy_with
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -112,9 +113,8 @@ def test_shapes_and_target_layers(target: Target) -> None:
     assert "draft_vocab_size must be at most vocab_size, 265, got 999" in complaints.messages[0]
 
 
-def test_usual_target_layers_of_a_target_with_enough_layers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "num_layers", 36)
-    assert Eagle3Variant(Eagle3Recipe()).config(target).target_layers == (1, 17, 32)
+def test_usual_target_layers_of_a_target_with_enough_layers(target: Target) -> None:
+    assert Eagle3Variant(Eagle3Recipe()).config(copy_with(target, num_layers=36)).target_layers == (1, 17, 32)
 
 
 def test_training_with_a_part_of_the_vocabulary_equals_drafting(

@@ -17,6 +17,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.nn.decoder_layer import RunLayer
 
+BACKEND = "inductor"  # which turns traced functions into kernels
 MAX_SHAPES = 64  # versions of a function that torch.compile keeps
 MAX_WORDS = 40  # of an error message of torch.compile that are shown
 SEVERAL = 3, 5  # sequences and nodes to compile for, where there may be any number from two on
@@ -32,7 +33,7 @@ def compiled(function: Function, dynamic: Mapping[int, Sequence[int]]) -> Functi
         dynamic: Positions of arguments that are tensors, and their dimensions that may change. Code for sizes from two
             on is shared, and each of them is compiled apart where its size is one.
     """
-    run = torch.compile(function, fullgraph=True, dynamic=False)
+    run = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
 
     def call(*args: Any) -> Any:
         from torch import _dynamo  # takes seconds to import
