@@ -1,12 +1,14 @@
 """What holds for all tests, and the fixtures that all of them may use."""
 
+import errno
 import gc
+import io
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -63,6 +65,32 @@ def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2 * free, used=free, free=free))
 
     return pretend
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], AbstractContextManager[None]]:
+    """Return a context manager, within which the disk is full for files whose names contain a text."""
+    write = Path.write_bytes
+
+    @contextmanager
+    def fill(part: str = "") -> Iterator[None]:
+        def write_half(path: Path, content: bytes) -> int:
+            if part not in path.name:
+                return write(path, content)
+            write(path, content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_bytes", write_half)
+            yield
+
+    return fill
+
+
+@pytest.fixture
+def standard_input(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that sets what is typed."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 @pytest.fixture

@@ -5,13 +5,11 @@ blocks, and the Python blocks, are run as well, page by page, in a folder that h
 folders there. What is not run stands in `NOT_RUN`, with the reason.
 """
 
-import io
 import json
 import re
 import shlex
 import shutil
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -387,7 +385,7 @@ def names_of_examples() -> dict[str, Any]:
 @pytest.mark.filterwarnings("default")  # of the libraries that examples use as they come
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
 def test_blocks_run(
-    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str, folder: Path, standard_input: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of a page in order, Python blocks in one namespace, with the names that they take for granted."""
     names = names_of_examples() if any(block.language == "python" for block, _ in runnable(page)) else {}
@@ -395,7 +393,7 @@ def test_blocks_run(
         if block.language == "python":
             exec(compile(block.text, page, "exec"), names)
         for place, command in enumerate(commands):
-            with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
-                patch.setattr(sys, "stdin", io.StringIO("How much is 3 * 12?\n"))
+            standard_input("How much is 3 * 12?\n")
+            with pytest.raises(SystemExit) as exit_info:
                 cli.main(filled_in(command, 10 * number + place))
             assert not exit_info.value.code, f"{command.text}: {capsys.readouterr().err}"

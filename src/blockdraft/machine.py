@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CPUINFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})  # of processors with instructions for bfloat16 products
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
 OWN_CGROUP = Path("/proc/self/cgroup")
@@ -92,7 +93,7 @@ def multiplies_bfloat16() -> bool:
 
     With them, torch multiplies faster than in float32. Without them, it emulates bfloat16, which is much slower.
     """
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor_flags())
+    return not BFLOAT16_FLAGS.isdisjoint(processor_flags())
 
 
 def _cpuinfo(*beginnings: str) -> list[str]:

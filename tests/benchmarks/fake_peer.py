@@ -1,8 +1,8 @@
 """Speaks the protocol without a model. The answer to a prompt is a row of numbers from the prompt's first one on.
 
-Options: `many`, to answer several prompts at once; `missing` or `crash` (a text) instead of loading; `differ`, `die`,
-`fail`, `hang` and `loop`: a prompt's first number to which the answer has another third token, the process ends, it
-reports an error, never answers, or answers in circles.
+Options: `starts`, a file that gets a line at each start; `many`, to answer several prompts at once; `missing` or
+`crash` (a text) instead of loading; `differ`, `die`, `fail`, `hang` and `loop`: a prompt's first number to which the
+answer has another third token, the process ends, it reports an error, never answers, or answers in circles.
 """
 
 import json
@@ -11,6 +11,9 @@ import time
 
 settings = json.loads(sys.argv[1])
 options = settings["options"]
+if "starts" in options:
+    with open(options["starts"], "a") as starts:
+        starts.write(sys.argv[0] + "\n")
 if "crash" in options:
     sys.exit(options["crash"])
 if "missing" in options:

@@ -126,9 +126,8 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: R
 
 @pytest.mark.slow
 def test_cached_files_are_of_known_kinds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path
 ) -> None:
-    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = torch.get_num_threads()
     library = Build(torch.float32, torch.float32, torch.float32).library()
@@ -137,5 +136,5 @@ def test_cached_files_are_of_known_kinds(
     pair = target, load_drafter("none", target=target)
     costs = stored_costs.Costs((1,), (1.0,), ((),), ((),))
     stored_costs.store(stored_costs.path(*pair), costs, stored_costs.pair_of(*pair))
-    kinds = {path.name for path in tmp_path.iterdir()}
+    kinds = {path.name for path in own_cache.iterdir()}
     assert "costs" in kinds <= set(CACHED) and ("libraries" in kinds or library is None)

@@ -1,9 +1,9 @@
 """The examples run, and those that miss something say so."""
 
 import importlib.util
-import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -36,8 +36,8 @@ def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of them drafted, tau " in out and out.count("The answer is") == 2
 
 
-def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 37 + 58?\nAnd 12 + 7?\n"))
+def test_chat(standard_input: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    standard_input("What is 37 + 58?\nAnd 12 + 7?\n")
     load("chat").main()
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert len(notes) == 2 and " 0 remembered" in notes[0] and " 0 remembered" not in notes[1]

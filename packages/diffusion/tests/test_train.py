@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from copies import copy_with
 from safetensors.torch import load_file
 from several_processes import assert_no_process_group, writing_threads
 
+from blockdraft import machine
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft_diffusion.create import new_model
 from blockdraft_diffusion.folder import load_model
@@ -210,13 +211,13 @@ def test_model_that_is_not_finite(model_of: Any, tmp_path: Path) -> None:
 def test_bfloat16_if_the_processor_supports_it(
     model_of: Any,
     tmp_path: Path,
-    set_processor_flags: Callable[[Collection[str]], None],
+    constants: Callable[..., None],
     fresh_accelerator: Callable[[], None],
 ) -> None:
     """Losses in bfloat16 are close to those in float32, and the weights stay float32."""
     lines = {}
     for supported in (True, False):
-        set_processor_flags({"avx512_bf16"} if supported else ())
+        constants(machine, BFLOAT16_FLAGS=machine.processor_flags() if supported else frozenset())
         fresh_accelerator()
         lines[supported] = run(model_of, tmp_path / str(supported), 3, dtype="auto")
     for bfloat16, float32 in zip(lines[True], lines[False], strict=True):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,10 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
 
 @pytest.mark.slow
 def test_features_that_find_no_room_on_the_disk_stay_in_memory(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full_disk: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     run(tmp_path / "whole", hidden_states="memory", eval_prompts="0")
     plan = hidden_state_sources.plan_hidden_states
@@ -290,15 +294,8 @@ def test_features_that_find_no_room_on_the_disk_stay_in_memory(
         patched.setattr("blockdraft_train.data.hidden_states.save", lambda *_: pytest.fail("features are written"))
         run(tmp_path / "narrow", hidden_states="memory", eval_prompts="0")
     assert same(tmp_path / "whole", tmp_path / "narrow")
-    original, notes = Path.write_bytes, list[str]()
-
-    def full(path: Path, content: bytes) -> int:
-        if "safetensors" in path.name:
-            raise OSError(28, "No space left on device")
-        return original(path, content)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
+    notes = list[str]()
+    with full_disk("safetensors"):
         run(tmp_path / "full", hidden_states="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
     assert any("computes them again" in note and "No space left" in note for note in notes)
     assert same(tmp_path / "whole", tmp_path / "full")

@@ -1,6 +1,6 @@
 """The compiled forward pass where no size is a multiple of the vector length."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockdraft import Engine, SamplingParams, load_drafter
+from blockdraft import Engine, SamplingParams, load_drafter, machine
 from blockdraft.formats import Trained, zlab
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
@@ -128,9 +128,9 @@ def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(roun
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("round_drafters", [True, False])
 def test_drafters_beside_bfloat16_are_rounded_where_integers_are_faster(
-    set_processor_flags: Callable[[Collection[str]], None], few: bool, round_drafters: bool
+    constants: Callable[..., None], few: bool, round_drafters: bool
 ) -> None:
-    set_processor_flags({"avx512_bf16"} if few else ())
+    constants(machine, BFLOAT16_FLAGS=machine.processor_flags() if few else frozenset())
     target = load_target(dtype="bfloat16", device="cpu", compile="on", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)
     assert {packed.bits for packed in drafter.runner.packed} == {8 if few and round_drafters else None}
@@ -186,7 +186,7 @@ def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(
     ],
 )
 def test_a_drafter_trained_for_quantization_is_quantized_beside_a_target_that_is(
-    set_processor_flags: Callable[[Collection[str]], None],
+    constants: Callable[..., None],
     how: Any,
     faster: bool,
     bits: int | None,
@@ -194,7 +194,7 @@ def test_a_drafter_trained_for_quantization_is_quantized_beside_a_target_that_is
     tiny_drafter_dir: Path,
     tmp_path: Path,
 ) -> None:
-    set_processor_flags({"avx512_bf16"} if faster else ())
+    constants(machine, BFLOAT16_FLAGS=machine.processor_flags() if faster else frozenset())
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "drafter", config, tensors, Trained(None, 4))
     for round_drafters in (True, False):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -176,14 +177,13 @@ def test_the_limit_deletes_the_oldest(
 def test_a_full_disk_ends_the_recording_and_no_answer(
     target: Target,
     make_recorder: Callable[..., ConversationRecorder],
-    monkeypatch: pytest.MonkeyPatch,
+    full_disk: Callable[[], AbstractContextManager[None]],
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
     recorder = make_recorder()
     engine = Engine(target, recorder=recorder)
-    with caplog.at_level(logging.WARNING), engine, monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with caplog.at_level(logging.WARNING), engine, full_disk():
         for _ in range(3):
             assert len(engine.generate([PROMPT], PARAMS)[0].checked().token_ids) == 12
             while recorder.failure is None:

@@ -1,5 +1,7 @@
 """`blockdraft fit --init`: a drafter is continued on recorded conversations, and kept only if it got better."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from blockdraft.engine import Engine
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
-from blockdraft_train.data.documents import Document, read_data
+from blockdraft_train.data.documents import Document
 from blockdraft_train.data.recording import ConversationRecorder
 from blockdraft_train.fit import continuing
 from blockdraft_train.fit.continuing import Taus, checked_data, continue_fit, turn_prompts
@@ -113,9 +115,9 @@ def test_few_conversations_are_refused(
         continue_fit(where(tmp_path, tiny_target_dir), settings, tmp_path / "traffic", print)
 
 
-def test_data_of_single_turns_are_refused(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = read_data(recorded)
-    data.manifest["split_turns"] = True
-    monkeypatch.setattr(continuing, "read_data", lambda source: data)
+def test_data_of_single_turns_are_refused(recorded: Path, tmp_path: Path) -> None:
+    turns = shutil.copytree(recorded, tmp_path / "turns")
+    manifest = json.loads((turns / "data.json").read_text())
+    (turns / "data.json").write_text(json.dumps(manifest | {"split_turns": True}))
     with pytest.raises(UsageError, match="a document for each turn"):
-        checked_data(recorded)
+        checked_data(turns)

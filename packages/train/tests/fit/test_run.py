@@ -136,12 +136,12 @@ def test_a_fit_from_its_plan_to_its_card(
     tiny_target_dir: Path,
     make_plan: Callable[..., FitPlan],
     source: str,
+    own_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The drafter loads as it is, and drafts what the target says."""
     from blockdraft import Engine, load_drafter, load_target
 
-    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (source,), RECORDS)
     plan = make_plan(**changes)
     if plan.hidden_states == "disk":

@@ -18,7 +18,7 @@ import torch
 from blockdraft.kernels.cpu import prebuilt
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.kernels.cpu.sources import MAX_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
-from blockdraft.machine import cache_folder, processor
+from blockdraft.machine import cache_folder, processor, processor_flags
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Build:
         self.reason: str | None = None
         self.level: str | None = None
         self._kinds = weights, inputs, store, lanes
-        self._defines = defines(weights, inputs, store, lanes, integers)
+        self._defines = defines(weights, inputs, store, min(lanes, _vector_lanes()), integers)
         # Not a daemon thread: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")
         self._made = worker.submit(self._make)
@@ -120,6 +120,14 @@ class Build:
             partial.unlink(missing_ok=True)
         self.reason = f"{compiler} failed: {(done.stderr.strip() or 'without a message').splitlines()[0]}"
         return None
+
+
+def _vector_lanes() -> int:
+    """Return how many numbers this processor's vectors hold. A larger maximum compiles to the same library."""
+    flags = processor_flags()
+    if not flags or "avx512f" in flags:
+        return MAX_LANES
+    return 8 if "avx" in flags else 4
 
 
 @cache
