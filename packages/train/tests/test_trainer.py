@@ -41,7 +41,7 @@ from blockdraft_train.devices import make_accelerator
 from blockdraft_train.graceful_shutdown import FINISH, Stopped, StopSignals
 from blockdraft_train.hidden_state_sources import FOLDER
 from blockdraft_train.job import TrainingJob
-from blockdraft_train.progress import Progress, RunLog
+from blockdraft_train.progress import Progress, RunLog, read_log
 from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import Trainer, run_folder, train
 from blockdraft_train.variant import find_variant, variant_names
@@ -98,6 +98,31 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     return call
 
 
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture
+def whole(run: Run, whole_runs: Path) -> Callable[..., Path]:
+    """Return a function that returns the folder of a run with these settings that nothing interrupted.
+
+    Tests share it. Its metrics are in `lines_of`.
+    """
+
+    def made(**changes: str) -> Path:
+        folder = whole_runs / ("-".join(f"{name}={value}" for name, value in sorted(changes.items())) or "usual")
+        if not folder.exists():
+            run(folder, **changes)
+        return folder
+
+    return made
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return read_log(run_folder(out) / "log.jsonl")
+
+
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
@@ -143,16 +168,18 @@ def test_a_run_learns_and_leaves_a_drafter(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_a_run_that_stopped_goes_on_to_the_same_weights(optimizer: str, run: Run, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", optimizer=optimizer)
+def test_a_run_that_stopped_goes_on_to_the_same_weights(
+    optimizer: str, run: Run, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    uninterrupted = whole(optimizer=optimizer)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped", optimizer=optimizer, report=after_step(4, press_ctrl_c))  # type: ignore[arg-type]
     notes: list[str] = []
     lines = run(tmp_path / "stopped", optimizer=optimizer, notes=notes)  # type: ignore[arg-type]
     saved = [file.name for file in sorted((run_folder(tmp_path / "stopped") / "checkpoints").iterdir())]
     assert saved == ["step-00000004.pt", "step-00000006.pt"] and any("Resuming from step 4" in note for note in notes)
-    assert same(tmp_path / "whole", tmp_path / "stopped")
-    assert without_speed(whole) == without_speed(lines)
+    assert same(uninterrupted, tmp_path / "stopped")
+    assert without_speed(lines_of(uninterrupted)) == without_speed(lines)
 
 
 @pytest.mark.parametrize(("minutes", "count"), [("60", 1), ("1e-9", 3)])
@@ -164,12 +191,17 @@ def test_checkpoints_by_time(run: Run, tmp_path: Path, minutes: str, count: int)
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "number"), thinned(["forward", "between"], [signal.SIGTERM, signal.SIGINT], keep=2))
 def test_a_signal_saves_what_was_learned(
-    place: str, number: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    number: int,
+    run: Run,
+    whole: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the middle of a step, here one of rounded weights, whose start is saved, or while its metrics are logged,
     which are kept."""
     rare = {"save_every": "0", "save_minutes": "0", "eval_prompts": "0", "qat_bits": "4"}
-    whole = run(tmp_path / "whole", **rare)
+    uninterrupted = whole(**rare)
     calls, where = [0], (Trainer, "forward_sums") if place == "forward" else (RunLog, "add")
     original = getattr(*where)
 
@@ -190,8 +222,8 @@ def test_a_signal_saves_what_was_learned(
     state = checkpoints.newest(run_folder(tmp_path / "stopped") / "checkpoints")
     assert state is not None and state["step"] == (1 if place == "forward" else 2)
     lines = run(tmp_path / "stopped", **rare)
-    assert same(tmp_path / "whole", tmp_path / "stopped")
-    assert without_speed(whole) == without_speed(lines)
+    assert same(uninterrupted, tmp_path / "stopped")
+    assert without_speed(lines_of(uninterrupted)) == without_speed(lines)
 
 
 def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +253,9 @@ def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_signal_interrupts_an_evaluation_but_the_last(
-    step: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, run: Run, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rare = {"save_every": "0", "save_minutes": "0"}
-    run(tmp_path / "whole", **rare)
     calls, original = [0], trainer.measure_tau
 
     def stop(*arguments: Any, **named: Any) -> float:
@@ -242,7 +273,7 @@ def test_a_signal_interrupts_an_evaluation_but_the_last(
     assert state is not None and state["step"] == step
     assert ("The evaluation of step 3 is skipped." in notes) == (step == 3)
     lines = run(tmp_path / "stopped", **rare)
-    assert same(tmp_path / "whole", tmp_path / "stopped")
+    assert same(whole(**rare), tmp_path / "stopped")
     assert [line["step"] for line in lines if "tau" in line] == ([6] if step == 3 else [3, 6])
 
 
@@ -257,11 +288,10 @@ def test_a_second_signal_stops_at_once() -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run(whole, hidden_states="memory", eval_prompts="0")
-    assert not (run_folder(whole) / FOLDER).exists()
+    uninterrupted, stopped = whole(hidden_states="memory", eval_prompts="0"), tmp_path / "stopped"
+    assert not (run_folder(uninterrupted) / FOLDER).exists()
     notes: list[str] = []
     stop: Any = after_step(4, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
@@ -271,34 +301,35 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
     with monkeypatch.context() as patched:
         patched.setattr(hidden_states, "target_hidden_states", lambda *_: pytest.fail("computed again"))
         run(stopped, hidden_states="memory", eval_prompts="0")
-    assert same(whole, stopped)
+    assert same(uninterrupted, stopped)
     assert not (run_folder(stopped) / FOLDER).exists()
     broken = tmp_path.with_name(f"{tmp_path.name}-broken") / stopped.name
     [shard] = (run_folder(broken) / FOLDER).glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1000])
     run(broken, hidden_states="memory", eval_prompts="0")
-    assert same(whole, broken)
+    assert same(uninterrupted, broken)
 
 
 @pytest.mark.slow
 def test_features_that_find_no_room_on_the_disk_stay_in_memory(
     run: Run,
+    whole: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     full_disk: Callable[[str], AbstractContextManager[None]],
 ) -> None:
-    run(tmp_path / "whole", hidden_states="memory", eval_prompts="0")
+    uninterrupted = whole(hidden_states="memory", eval_prompts="0")
     plan = hidden_state_sources.plan_hidden_states
     with monkeypatch.context() as patched:
         patched.setattr(hidden_state_sources, "plan_hidden_states", lambda *given: replace(plan(*given), free=10**6))
         patched.setattr("blockdraft_train.data.hidden_states.save", lambda *_: pytest.fail("features are written"))
         run(tmp_path / "narrow", hidden_states="memory", eval_prompts="0")
-    assert same(tmp_path / "whole", tmp_path / "narrow")
+    assert same(uninterrupted, tmp_path / "narrow")
     notes = list[str]()
     with full_disk("safetensors"):
         run(tmp_path / "full", hidden_states="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
     assert any("computes them again" in note and "No space left" in note for note in notes)
-    assert same(tmp_path / "whole", tmp_path / "full")
+    assert same(uninterrupted, tmp_path / "full")
 
 
 @pytest.mark.slow
@@ -474,22 +505,24 @@ def test_fixed_blocks_are_another_run(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is full")
-def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run: Run, tmp_path: Path) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "drafter"
-    run(whole)
+def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
+    run: Run, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "drafter"
     partial = run_folder(out) / "checkpoints" / "step-00000004.partial"
     with pytest.raises(ValueError, match="No space left on device.*newest checkpoint is step-00000002.pt"):
         run(out, report=after_step(3, lambda: partial.symlink_to("/dev/full")))  # type: ignore[arg-type]
     run(out)
-    assert same(whole, out)
+    assert same(whole(), out)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is full")
-def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(run: Run, tmp_path: Path) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "drafter"
+def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(
+    run: Run, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "drafter"
     log, lines = run_folder(out) / "log.jsonl", tmp_path / "lines"
-    run(whole)
 
     def fill() -> None:
         log.rename(lines)
@@ -499,7 +532,7 @@ def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(run: Run, tmp
         run(out, report=after_step(3, fill))  # type: ignore[arg-type]
     lines.replace(log)
     run(out)
-    assert same(whole, out)
+    assert same(whole(), out)
 
 
 def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:

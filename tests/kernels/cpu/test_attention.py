@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from thinned import LONG, thinned
 
 from blockdraft.kernels.cpu.sources import FLAGS, SOURCE
 from blockdraft.machine import processor_flags
@@ -46,8 +47,7 @@ def check(folder: Path, compiler: str, lanes: int, store: int, *options: str, ru
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-@pytest.mark.parametrize("lanes", [4, 8, 16])
-@pytest.mark.parametrize("store", [0, 1, 2])
+@pytest.mark.parametrize(("lanes", "store"), thinned([4, 8, 16], [0, 1, 2], keep=3, marks=LONG))
 def test_attention_is_right_and_stays_within_its_memory(tmp_path: Path, lanes: int, store: int) -> None:
     check(tmp_path, "gcc", lanes, store, *SANITIZED, "-ffp-contract=off")
 
