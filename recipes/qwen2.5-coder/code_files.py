@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ def title(path: str) -> str:
     return re.sub(r"[-_/]", " ", re.sub(r"\.\w+$", "", path))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--data", type=Path, required=True, help="folder of the public sets")
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/code-files/data"))
     parser.add_argument("--holes", type=float, default=0.0, help="share of files written as fill-in-the-middle")
     parser.add_argument("--seed", type=int, default=7, help="of the choice of files")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     target, measured, pick = load_target(args.target), measured_grams(args.measured), random.Random(args.seed)
     assert target.tokenizer is not None

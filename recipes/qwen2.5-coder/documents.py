@@ -6,6 +6,7 @@ One task in fifty goes to `validation/`, the others to `data/`. Run it again to 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from chats import ChatTokens
@@ -31,7 +32,7 @@ def record_number(task: str) -> int:
     return int(task[:15], 16)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--prompts", type=Path, default=Path("build/qwen2.5-coder/prompts.jsonl"))
@@ -42,7 +43,7 @@ def main() -> None:
         action="store_true",
         help="leave out most copies, and most responses that are shorter than their prompts, to train in less time",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     target = load_target(args.target)
     assert target.tokenizer is not None

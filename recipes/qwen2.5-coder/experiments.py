@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from blockdraft import load_target
@@ -73,7 +74,7 @@ def blockdraft(*words: object) -> None:
     subprocess.run(command, check=True)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "table"))
     parser.add_argument("--target", help="the GGUF file")
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(EXPERIMENTS), metavar="NAME", help="experiments to run")
     parser.add_argument("--further-steps", type=int, default=30, help="of experiments that continue a drafter")
     parser.add_argument("--out", type=Path, default=Path("build/experiments"))
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     {"run": run, "table": table}[args.action](args)
 
 

@@ -117,7 +117,7 @@ def write_parts(target: Path, used: np.ndarray, out: Path, size: int) -> None:
         (out / f"target.{number:02}.gz").write_bytes(compressed[begin : begin + size])
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, type=Path, help="the GGUF file")
     parser.add_argument("--data", type=Path, required=True, help="folder of the public sets")
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--most", type=int, default=20_000, help="most prompts")
     parser.add_argument("--part", type=int, default=60 << 20, help="most bytes of a part of the target's file")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = load_target_text(args.target).tokenizer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from chats import ChatTokens
@@ -53,7 +54,7 @@ def holes(chats: ChatTokens, folder: Path, count: int) -> list[list[int]]:
     return prompts
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--drafter", nargs="+", required=True, help="drafters, such as DIR, lookup or lookup+DIR")
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[3, 4, 7])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, help="file for the results")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     target = load_target(args.target)
     assert target.tokenizer is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from blockdraft import load_target
@@ -28,14 +29,14 @@ def mix(folders: list[Path], tokens: list[int], seed: int) -> list[Document]:
     return documents
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="DIR", help="data folders")
     parser.add_argument("--tokens", type=int, nargs="+", required=True, metavar="N", help="of each folder")
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     if len(args.tokens) != len(args.data):
         parser.error(f"--tokens needs a number for each folder of --data, {len(args.data)}, got {len(args.tokens)}")

@@ -255,7 +255,7 @@ def train(target: NativeTarget, data: Path, recipe: Eagle3Recipe, out: Path, sec
     trainer.run()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=Path, default=Path("build/gpu"))
     parser.add_argument("--target", type=Path, help="the whole GGUF file; by default the parts are joined")
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--muon-learning-rate", type=float, default=0.02)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)

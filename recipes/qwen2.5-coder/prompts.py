@@ -20,7 +20,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -431,14 +431,14 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(part)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the public sets that README.md lists")
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON-lines files not to be trained on")
     parser.add_argument("--out", type=Path, default=Path("build/qwen2.5-coder/prompts.jsonl"))
     parser.add_argument("--count", type=int, default=60_000, help="turns of the pattern")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = args.out.with_suffix(".part")
     found = list(tasks(args.data, args.seed, args.count, measured_grams(args.measured)))

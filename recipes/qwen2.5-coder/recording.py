@@ -146,14 +146,14 @@ def pack(
     return counts
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--recorded", type=Path, default=Path("build/qwen2.5-coder/recorded"))
     parser.add_argument("--also", type=Path, nargs="*", default=[], metavar="DIR", help="folders of further documents")
     parser.add_argument("--target-layers", default="7,16,26,28")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     layers = [int(layer) for layer in args.target_layers.split(",")]
     recorded = sorted(args.recorded.glob("*.safetensors"))
     print(pack(load_target(args.target), layers, recorded, args.also, args.out))

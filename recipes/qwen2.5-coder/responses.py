@@ -19,7 +19,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -267,7 +267,7 @@ def share(text: str) -> tuple[int, int]:
     return int(part), int(count)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
     parser.add_argument("--prompts", type=Path, default=Path("build/qwen2.5-coder/prompts.jsonl"))
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="DIR", help="keep the hidden states of responses in DIR")
     parser.add_argument("--target-layers", default="7,16,26,28", help="whose outputs --record keeps")
     parser.add_argument("--share", type=share, default=(0, 1), metavar="I/N", help="only every N-th task, from I on")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
     # Keys and values in 8 bits take a quarter of the memory and are read faster in large batches.
     target = load_target(args.target, kv_dtype="int8")

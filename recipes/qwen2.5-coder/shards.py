@@ -10,7 +10,7 @@ import argparse
 import json
 import lzma
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,12 @@ def unpack(folder: Path, packed: Path = PACKED) -> int:
     return count
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("pack", "unpack"))
     parser.add_argument("responses", type=Path)
     parser.add_argument("--packed", type=Path, default=PACKED)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     count = (pack if args.action == "pack" else unpack)(args.responses, args.packed)
     print(f"{count} lines {'to' if args.action == 'pack' else 'from'} {args.packed}")
 

@@ -1,11 +1,14 @@
 """Speaks the protocol without a model. The answer to a prompt is a row of numbers from the prompt's first one on.
 
-Options: `starts`, a file that gets a line at each start; `many`, to answer several prompts at once; `missing` or
-`crash` (a text) instead of loading; `differ`, `die`, `fail`, `hang` and `loop`: a prompt's first number to which the
-answer has another third token, the process ends, it reports an error, never answers, or answers in circles.
+Options: `starts`, a file that gets a line at each start; `interrupt`, a request at which its parent gets Ctrl-C;
+`many`, to answer several prompts at once; `missing` or `crash` (a text) instead of loading; `differ`, `die`,
+`fail`, `hang` and `loop`: a prompt's first number to which the answer has another third token, the process ends, it
+reports an error, never answers, or answers in circles.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -25,6 +28,8 @@ for line in sys.stdin:
     [(name, request)] = json.loads(line).items()
     with open(settings.get("log", "/dev/null"), "a") as log:
         log.write(line)
+    if options.get("interrupt") == name:
+        os.kill(os.getppid(), signal.SIGINT)
     if name == "margin":
         answer = {"margin": 0.25}
     elif name == "decode_many":

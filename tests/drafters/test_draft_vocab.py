@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from thinned import LONG, thinned
 from torch import Tensor
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
@@ -67,11 +68,11 @@ def masked(target: Target) -> Target:
     return actual
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("way", ["compiled", "uncompiled", "hf"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "way", "plan"), thinned(KINDS, ["compiled", "uncompiled", "hf"], PLANS, keep=3, marks=LONG)
+)
 def test_drafts_equal_those_of_the_whole_head_among_these_tokens(
-    kind: str, way: str, plan: Plan, tiny_target_dir: Path, load: Callable[[str, Target], Drafter]
+    kind: str, way: str, plan: str, tiny_target_dir: Path, load: Callable[[str, Target], Drafter]
 ) -> None:
     plain = load_target(tiny_target_dir, dtype="float32", device="cpu", backend="native", compile="off")
     backend = {"hf": "hf"}.get(way, "native")
@@ -79,17 +80,25 @@ def test_drafts_equal_those_of_the_whole_head_among_these_tokens(
     target = load_target(tiny_target_dir, dtype="float32", device="cpu", backend=backend, compile=compile)
     drafter = load(kind, with_draft_vocab(target, torch.tensor(KEPT)))
     assert drafter.has_target_head
-    actual, expected = proposal(drafter, target, plan), proposal(load(kind, masked(plain)), plain, plan)
+    own = PLANS[plan]
+    actual, expected = proposal(drafter, target, own), proposal(load(kind, masked(plain)), plain, own)
     assert torch.equal(actual.tokens, expected.tokens) and torch.equal(actual.parents, expected.parents)
     assert set(actual.tokens[0, 1:].tolist()) <= set(KEPT) and actual.tokens.size(1) > 1
-    if isinstance(plan, SampledPlan) and actual.q is not None:
+    if isinstance(own, SampledPlan) and actual.q is not None:
         assert expected.q is not None and (ours := actual.q[0]) is not None and (theirs := expected.q[0]) is not None
         dense = [torch.zeros(len(q.ids), 265).double().scatter_add_(1, q.ids, q.probs.double()) for q in (ours, theirs)]
         torch.testing.assert_close(*dense, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "int4"}])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "medusa"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    thinned(
+        [kind for kind in KINDS if kind != "medusa"],
+        [{}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "int4"}],
+        keep=2,
+        marks=LONG,
+    ),
+)
 def test_answers_are_the_targets_and_the_head_takes_less_memory(
     kind: str, options: dict[str, Any], tiny_target_dir: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pretended_gpu import pretended_gpu
+from thinned import LONG as LONG_MARKS
 from thinned import thinned
 from torch import Tensor
 
@@ -128,13 +129,13 @@ def test_every_drafter_is_tested() -> None:
     assert sorted(FOLDERS) == sorted(FILES)
 
 
-QUICK = {(1, "tree"), (3, "auto"), (16, "chain")}  # each number of rows and each way once
+QUICK = {(1, "tree"), (3, "auto"), (16, "chain")}  # each number of rows and each way once; the others repeat them
 
 
 @pytest.mark.parametrize(
     ("rows", "drafting"),
     [
-        pytest.param(rows, drafting, id=f"{rows}-{way}", marks=() if (rows, way) in QUICK else pytest.mark.slow)
+        pytest.param(rows, drafting, id=f"{rows}-{way}", marks=() if (rows, way) in QUICK else LONG_MARKS)
         for rows in (1, 3, 16)
         for way, drafting in DRAFTINGS.items()
     ],

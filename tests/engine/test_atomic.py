@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from thinned import LONG
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(40, ignore_eos=True)
 Forward = Callable[..., TargetOutput]
 
 
-@pytest.fixture(params=["compiled", *(pytest.param(way, marks=pytest.mark.slow) for way in ("off", "hf"))])
+@pytest.fixture(params=["compiled", pytest.param("off", marks=LONG), pytest.param("hf", marks=pytest.mark.slow)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     """A target for one test, since tests break it."""
     if request.param == "hf":

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from thinned import LONG
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Chunk, Engine, Request
@@ -23,7 +24,7 @@ PROMPTS = [[7 + i, 60, 33, 12 + i, 9] for i in range(12)]
 GREEDY = SamplingParams(30, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["on", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["on", pytest.param("off", marks=LONG)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     return load_target(tiny_target_dir, backend="native", compile=request.param)
 

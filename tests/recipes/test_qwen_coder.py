@@ -82,12 +82,11 @@ def restored_signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def run(recipe: Any) -> Callable[..., None]:
     """Run a script of the recipe with these arguments."""
 
     def main(script: str, *arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
-        getattr(recipe, script).main()
+        getattr(recipe, script).main(list(map(str, arguments)))
 
     return main
 

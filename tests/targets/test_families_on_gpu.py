@@ -16,6 +16,8 @@ from blockdraft.targets import load_target
 # Families with which transformers' models and exact targets run in `make test`: plain attention, windows and soft-caps,
 # sinks, recurrent states.
 HF = ("llama", "gemma2", "gpt_oss", "qwen3_5_text", "bamba")
+# And those with which ours do: experts and other recurrent states besides. The others have the layers of these.
+NATIVE = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "lfm2", "granitemoehybrid", "gemma4_text")
 EXACT = ("llama", "qwen3_5_text")  # whose check when loading takes long
 TREES = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, -1, -1]]
 
@@ -47,7 +49,7 @@ def scores(folder: Path, device: str, how: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
-        *(pytest.param(family, "native", marks=SLOW) for family in FAMILIES),
+        *(pytest.param(family, "native", marks=SLOW if family in NATIVE else LONG) for family in FAMILIES),
         *(pytest.param(family, "hf", marks=SLOW if family in HF else LONG) for family in FAMILIES),
         *(pytest.param(family, "exact", marks=SLOW if family in EXACT else LONG) for family in FAMILIES),
     ],

@@ -73,15 +73,9 @@ def test_what_cannot_be_compared(
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_an_interrupt_keeps_the_answers(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(program, "measure", interrupted)
-        run(command, fake(REFERENCE))
+def test_an_interrupt_keeps_the_answers(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(command, fake(REFERENCE, interrupt="decode"))
     assert ended.value.code == 130 and "goes on from here" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run([*command, "--repeats", "2"], fake(REFERENCE))
@@ -89,15 +83,9 @@ def test_an_interrupt_keeps_the_answers(
     run([*command, "--repeats", "5"], fake(REFERENCE))  # the default written out
 
 
-def test_memory_and_start_are_those_of_the_process_that_answered(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(program, "measure_at_once", interrupted)
-        run([*command, "--at-once", "2"], fake(REFERENCE, many=1))
+def test_memory_and_start_are_those_of_the_process_that_answered(command: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run([*command, "--at-once", "2"], fake(REFERENCE, many=1, interrupt="decode_many"))
     file = tmp_path / "build" / "unfinished" / "processes.csv"
     [peer, seconds, peak] = file.read_text().splitlines()[1].split(",")
     run([*command, "--at-once", "2"], fake(REFERENCE, many=1))
