@@ -298,7 +298,7 @@ def test_sequences_at_any_slots_and_copies_draft_as_if_alone(
 @pytest.mark.parametrize("kind", thinned(FILES, keep=4, marks=[pytest.mark.long]))
 def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tiny_target_dir: Path, kind: str) -> None:
     """On a pretended one, which refuses to mix devices."""
-    fixture, params = FOLDERS[kind], [replace(each, max_new_tokens=9) for each in PARAMS[:3]]
+    fixture, params = FOLDERS[kind], [replace(each, max_new_tokens=5) for each in PARAMS[:2]]
     folder = request.getfixturevalue(fixture) if fixture else kind
 
     def answers(device: str) -> list[list[int]]:
@@ -306,7 +306,7 @@ def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tin
         target, actual = load_target(tiny_target_dir, options), []
         for drafting in (DRAFTINGS["chain"], DRAFTINGS["tree"]):
             with Engine(target, load_drafter(folder, target=target), 2, drafting) as engine:
-                actual += [each.token_ids for each in engine.generate(PROMPTS[3:6], params)]
+                actual += [each.token_ids for each in engine.generate(PROMPTS[3:5], params)]
         return actual
 
     expected = answers("cpu")

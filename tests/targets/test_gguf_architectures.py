@@ -130,8 +130,8 @@ def target(file: Path) -> Target:
 def test_compiled_is_near_torch(file: Path) -> None:
     target = load_target(file, device="cpu", compile="on", kv_dtype="float32")
     plain, differences = load_target(file, device="cpu", compile="off"), []
-    for seed in range(6):
-        tokens = torch.randint(0, 96, (1, 6), generator=torch.Generator().manual_seed(seed))
+    for seed in range(2):
+        tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(seed))
         expected = scores(plain, tokens)[0]
         differences += ((scores(target, tokens)[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
     # An input halfway between two codes rounds either way, which may choose another expert.

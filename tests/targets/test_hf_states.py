@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from test_exact import Oracle
+from thinned import LONG, thinned
 from tiny_families import RECURRENT, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -90,8 +91,7 @@ def check_scores(target: Target, model: PreTrainedModel, scatter: Callable[..., 
 
 
 @pytest.mark.slow
-@EVERY_FAMILY
-@pytest.mark.parametrize("budget", [0, 9])
+@pytest.mark.parametrize(("family", "budget"), thinned(RECURRENT, [0, 9], keep=2, marks=LONG))
 def test_drafting_changes_no_answer(family: str, budget: int) -> None:
     check_drafting(HFTarget(make_model(family)), budget)
 

@@ -72,7 +72,7 @@ def test_close_to_the_best_fixed_size_from_any_costs(kind: str, machine: str, te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("kind", "machine", "costs"), thinned(DRAFTERS, MACHINES, KINDS, keep=6, marks=LONG))
+@pytest.mark.parametrize(("kind", "machine", "costs"), thinned(DRAFTERS, MACHINES, KINDS, keep=9, marks=LONG))
 def test_close_to_the_best_fixed_size_from_any_costs_for_more_texts(
     kind: str, machine: str, costs: str, seed: int
 ) -> None:
