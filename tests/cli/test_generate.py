@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -340,17 +338,6 @@ def test_target_without_drafter(blockdraft: Run, tiny_target_dir: Path) -> None:
 
 def test_version(blockdraft: Run) -> None:
     assert re.fullmatch(r"blockdraft \d+\.\d+\.\d+\S*\n", blockdraft("--version").out)
-
-
-@pytest.mark.slow
-def test_decoding_natively_imports_no_code_of_models_nor_what_torch_compiles_with() -> None:
-    slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "transformers.modeling_utils"}
-    code = "import sys; from blockdraft import Engine, SamplingParams, load_drafter, load_target\n"
-    code += "target = load_target(backend='native'); engine = Engine(target, load_drafter(target=target))\n"
-    code += "engine.generate(['Hi'], SamplingParams(4))\n"
-    code += f"print(sorted({slow} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def refused(result: Any, message: str) -> None:

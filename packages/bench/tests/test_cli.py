@@ -4,12 +4,13 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockdraft_bench import report, speed
+from blockdraft_bench import speed
 
 METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "step_cost", "identical"}
 METHODS = ["none", "chain", "chain:3"]
@@ -89,13 +90,12 @@ def test_results_are_not_overwritten_unasked(bench: Run, tmp_path: Path) -> None
     assert json.loads((tmp_path / "results.json").read_text())["arguments"]["limit"] == 1
 
 
-def test_results_are_printed_after_a_failed_write(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise ValueError("no space")
-
-    monkeypatch.setattr(report, "write", full)
-    result = bench("--out", tmp_path, "--limit", 1)
-    assert (result.code, result.err.splitlines()[-1]) == (2, "error: no space")
+def test_results_are_printed_after_a_failed_write(
+    bench: Run, tmp_path: Path, full_disk: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    with full_disk("results.json"):
+        result = bench("--out", tmp_path, "--limit", 1)
+    assert result.code == 2 and "No space left on device" in result.err.splitlines()[-1]
     assert "chain:3" in result.out
 
 

@@ -1,4 +1,6 @@
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -42,16 +44,12 @@ def test_tables_never_round_up_to_all() -> None:
     assert [percent(share) for share in (None, 0.9999, 1.0, 0.3333, 0.0)] == ["?", "99.9", "100", "33.3", "0"]
 
 
-def test_a_failed_write_leaves_no_half_file(found: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_half_file(
+    found: Results, tmp_path: Path, full_disk: Callable[[str], AbstractContextManager[None]]
+) -> None:
     (tmp_path / "results.json").write_text("old")
-
-    def half(self: Path, content: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(content[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(ValueError, match="results.json cannot be written .No space left on device.;"):
+    message = "results.json cannot be written .No space left on device.;"
+    with full_disk("results.json"), pytest.raises(ValueError, match=message):
         write(tmp_path, found)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert (tmp_path / "results.json").read_text() == "old"

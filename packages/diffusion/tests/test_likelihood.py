@@ -1,6 +1,7 @@
 """Likelihood of texts."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,9 @@ def test_bad_input(model_of: Any) -> None:
         likelihood(model, [text(9)], LikelihoodSettings(length=300))
     with pytest.raises(UsageError, match="draws must be at least 4, got 3"):
         LikelihoodSettings(draws=3)
-    model.network = copy_with(model.network, logits=lambda states: states.new_full((len(states), 265), torch.nan))
+    model = replace(
+        model, network=copy_with(model.network, logits=lambda states: states.new_full((len(states), 265), torch.nan))
+    )
     with pytest.raises(NumbersError, match="not finite"):  # after the first batch
         likelihood(model, [text(9)], progress=lambda stage, done, total: done and pytest.fail("not stopped"))
 

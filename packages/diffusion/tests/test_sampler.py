@@ -76,7 +76,9 @@ def test_number_of_passes(model_of: Any, shift: bool) -> None:
     """If each pass unmasks one token, there is one pass per token and one per block to commit."""
     model = model_of(4, shift)
     calls, hidden = [], model.network.hidden
-    model.network = copy_with(model.network, hidden=lambda *args: calls.append(args[0].shape) or hidden(*args))
+    model = replace(
+        model, network=copy_with(model.network, hidden=lambda *args: calls.append(args[0].shape) or hidden(*args))
+    )
     seen: list[tuple[int, ...]] = []
     settings = SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True)
     *_, last = Sampler(model, settings).stream([PROMPTS[1]], lambda index, block: seen.append(tuple(block)))
@@ -169,7 +171,9 @@ def test_bad_prompts(model_of: Any, prompt: list[int], message: str) -> None:
 
 def test_non_finite_numbers(model_of: Any) -> None:
     model = model_of(4)
-    model.network = copy_with(model.network, logits=lambda states: states.new_full((len(states), 265), torch.nan))
+    model = replace(
+        model, network=copy_with(model.network, logits=lambda states: states.new_full((len(states), 265), torch.nan))
+    )
     with pytest.raises(NumbersError, match="computes numbers that are not finite; its weights are too large"):
         list(Sampler(model, SampleSettings()).stream([[40]]))
     model.network.to(torch.bfloat16)
@@ -186,7 +190,9 @@ def test_waiting_prompts_get_the_same_tokens(model_of: Any) -> None:
     """A waiting prompt takes the place of a sequence as soon as that ends."""
     model = model_of(4)
     hidden, sizes = model.network.hidden, []
-    model.network = copy_with(model.network, hidden=lambda *args: sizes.append(len(args[0])) or hidden(*args))
+    model = replace(
+        model, network=copy_with(model.network, hidden=lambda *args: sizes.append(len(args[0])) or hidden(*args))
+    )
     settings = {"max_new_tokens": 9, "seed": 5, "temperature": 0.7, "ignore_eos": True}
     batch = completions(model, PROMPTS, **settings)
     assert max(sizes) == 4

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +58,8 @@ def same(first: Path, second: Path) -> bool:
     return all(torch.equal(weight, others[name]) for name, weight in weights(first).items())
 
 
-def record_inputs(model: DiffusionModel) -> list[torch.Tensor]:
-    """Return a list that collects the inputs of the model's network, `[B, 2, L]`: the noisy and the clean tokens."""
+def record_inputs(model: DiffusionModel) -> tuple[DiffusionModel, list[torch.Tensor]]:
+    """Return the model and a list that collects the inputs of its network, `[B, 2, L]`: noisy and clean tokens."""
     inputs: list[torch.Tensor] = []
     hidden = model.network.hidden
 
@@ -66,8 +67,7 @@ def record_inputs(model: DiffusionModel) -> list[torch.Tensor]:
         inputs.append(tokens.view(len(tokens), 2, -1))
         return hidden(tokens, *args)
 
-    model.network = copy_with(model.network, hidden=record)
-    return inputs
+    return replace(model, network=copy_with(model.network, hidden=record)), inputs
 
 
 class Killed(Exception):
@@ -141,7 +141,7 @@ def test_moving_average_is_written(model_of: Any, tmp_path: Path) -> None:
 
 def test_each_epoch_trains_on_all_sequences(model_of: Any, tmp_path: Path) -> None:
     model, ids = model_of(4), torch.arange(120) + 60
-    inputs = record_inputs(model)
+    model, inputs = record_inputs(model)
     recipe = DiffusionRecipe(**SMALL | {"held_out": 0.0})
     train(model, [TextTokens(ids, torch.ones(120, dtype=torch.bool))], 5, tmp_path / "out", recipe)
     order = [sequence[1, 0].item() for batch in inputs for sequence in batch]
