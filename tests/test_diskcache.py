@@ -1,6 +1,7 @@
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ def test_keys_differ_where_facts_do() -> None:
     assert len(keys) == 6
 
 
-def test_the_key_of_code_is_that_of_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diskcache, "__file__", str(tmp_path / "diskcache.py"))
+def test_the_key_of_code_is_that_of_its_folders(tmp_path: Path, constants: Callable[..., None]) -> None:
+    constants(diskcache, __file__=str(tmp_path / "diskcache.py"))
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "code.py").write_text("a = 1\n")

@@ -32,7 +32,7 @@ from blockdraft.formats.gguf import open_gguf
 from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.models import bundled_drafter, known
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft_train import checkpoints, hidden_state_sources, preflight, quantized_weights, trainer
+from blockdraft_train import checkpoints, hidden_state_sources, preflight, quantized_weights
 from blockdraft_train.data import hidden_states
 from blockdraft_train.data.documents import Document, read_data
 from blockdraft_train.data.token_data import tokenizer_fingerprint
@@ -253,22 +253,17 @@ def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_signal_interrupts_an_evaluation_but_the_last(
-    step: int, run: Run, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, run: Run, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
     rare = {"save_every": "0", "save_minutes": "0"}
-    calls, original = [0], trainer.measure_tau
 
-    def stop(*arguments: Any, **named: Any) -> float:
-        calls[0] += 3
-        if calls[0] == step:
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == f"step {step}: measuring tau":
             signal.raise_signal(signal.SIGTERM)
-        return original(*arguments, **named)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer, "measure_tau", stop)
-        notes: list[str] = []
-        with pytest.raises(Stopped):
-            run(tmp_path / "stopped", notes=notes, **rare)  # type: ignore[arg-type]
+    notes: list[str] = []
+    with pytest.raises(Stopped):
+        run(tmp_path / "stopped", notes=notes, report=stop, **rare)  # type: ignore[arg-type]
     state = checkpoints.newest(run_folder(tmp_path / "stopped") / "checkpoints")
     assert state is not None and state["step"] == step
     assert ("The evaluation of step 3 is skipped." in notes) == (step == 3)
