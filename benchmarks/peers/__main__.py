@@ -34,7 +34,7 @@ from benchmarks.peers.measure import (
     measure_at_once,
     rates_at_once,
 )
-from benchmarks.peers.registry import DFLASH, LLAMA, PEERS, REFERENCE, Peer, choose
+from benchmarks.peers.registry import DFLASH, LLAMA, REFERENCE, Peer, choose
 
 from blockdraft.cli import display
 from blockdraft.drafters import entries
@@ -114,10 +114,11 @@ def kind_of(drafter: Path) -> str:
     return next((name for name, entry in entries().items() if {*named} & {*entry.architectures}), DFLASH)
 
 
-def run(args: argparse.Namespace, table: Sequence[Peer] = PEERS) -> None:
+def run(args: argparse.Namespace, chosen: Sequence[Peer] | None = None) -> None:
+    """Measure the chosen peers, by default those that the command line names, and write the report."""
     kind, files = kind_of(args.drafter) if args.drafter else None, is_gguf(args.target)
     reference = LLAMA if files else REFERENCE
-    peers = {peer.name: peer for peer in choose(args.peers, kind, files, table)}
+    peers = {peer.name: peer for peer in chosen or choose(args.peers, kind, files)}
     text = load_target_text(args.target)
     tasks = read_tasks(args, text)
     longest = max(len(task.prompt) for task in tasks)
@@ -209,9 +210,9 @@ def _name(path: Path) -> str:
     return "bundled" if path.parent == BUNDLED.parent else path.resolve().name
 
 
-def main(words: Sequence[str] | None = None, table: Sequence[Peer] = PEERS) -> None:
+def main(words: Sequence[str] | None = None, chosen: Sequence[Peer] | None = None) -> None:
     with command.in_words():
-        run(arguments(words), table)
+        run(arguments(words), chosen)
 
 
 if __name__ == "__main__":

@@ -122,23 +122,18 @@ PEERS = (
 )
 
 
-def choose(
-    names: Sequence[str] | None, kind: str | None = DFLASH, files: bool = False, peers: Sequence[Peer] | None = None
-) -> list[Peer]:
+def choose(names: Sequence[str] | None, kind: str | None = DFLASH, files: bool = False) -> list[Peer]:
     """Return the peers of these names, the reference and our plain decoding, in the order of the table.
 
     Args:
         kind: Of the drafter; where it is another than DFlash, it takes that name's place in names and speculators.
             None without a drafter.
         files: Whether the models are GGUF files, for which `LLAMA` is the reference.
-        peers: The table; by default `PEERS`.
 
     Raises:
         ValueError: An unknown name.
     """
-    known = [
-        peer for peer in peers or PEERS if (not files or peer.reads_files) and (kind is not None or not peer.drafts)
-    ]
+    known = [peer for peer in PEERS if (not files or peer.reads_files) and (kind is not None or not peer.drafts)]
     for name in names or ():
         if name not in {peer.name for peer in known}:
             listed = ", ".join(sorted(peer.name for peer in known))

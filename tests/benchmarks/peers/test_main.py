@@ -1,7 +1,8 @@
 """The whole command, with fake peers."""
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -23,6 +24,14 @@ def command(tmp_path: Path, tiny_target_dir: Path, constants: Callable[..., None
     prompts.write_text('{"prompt": "1 + 1"}\n{"prompt": "2 + 2"}\n')
     folders = ["--target", str(tiny_target_dir), "--drafter", str(tmp_path)]
     return [*folders, "--prompts", str(prompts), "--max-new-tokens", "5", "--out", str(tmp_path / "out")]
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C interrupt the test, also where the shell has it ignored, as in commands in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def run(arguments: list[str], *peers: Peer, code: int = 0) -> None:
@@ -73,7 +82,7 @@ def test_what_cannot_be_compared(
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_an_interrupt_keeps_the_answers(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_keeps_the_answers(command: list[str], ctrl_c: None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(command, fake(REFERENCE, interrupt="decode"))
     assert ended.value.code == 130 and "goes on from here" in capsys.readouterr().err
@@ -83,7 +92,9 @@ def test_an_interrupt_keeps_the_answers(command: list[str], tmp_path: Path, caps
     run([*command, "--repeats", "5"], fake(REFERENCE))  # the default written out
 
 
-def test_memory_and_start_are_those_of_the_process_that_answered(command: list[str], tmp_path: Path) -> None:
+def test_memory_and_start_are_those_of_the_process_that_answered(
+    command: list[str], ctrl_c: None, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit):
         run([*command, "--at-once", "2"], fake(REFERENCE, many=1, interrupt="decode_many"))
     file = tmp_path / "build" / "unfinished" / "processes.csv"
