@@ -129,6 +129,7 @@ def other_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
     from blockdraft.machine import OtherWork
 
     load: dict[str, float | None] = {"cores": None}
-    monkeypatch.setattr(OtherWork, "seconds", property(lambda self: 1.0))
-    monkeypatch.setattr(OtherWork, "disturbing_cores", lambda self: load["cores"])
+    measured = {"seconds": property(lambda self: 1.0), "disturbing_cores": lambda self: load["cores"]}
+    for name, figure in measured.items():
+        monkeypatch.setattr(OtherWork, name, figure)
     return load

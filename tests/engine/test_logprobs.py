@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from copies import copy_with
 from test_trees import Oracle
 from thinned import thinned
 from transformers import AutoModelForCausalLM
@@ -109,7 +108,10 @@ def test_a_prompt_is_read_whole_in_parts_beside_others(
         assert {tuple(each.token_ids) for each in found} == {tuple(before.token_ids)}
 
 
-def test_a_request_that_is_done_again_alone_has_each_logprob_once(target: Target) -> None:
+def test_a_request_that_is_done_again_alone_has_each_logprob_once(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target)
     forward, failed = target.forward, []
 
     def failing(*args: object, **kwargs: object) -> object:
@@ -118,7 +120,7 @@ def test_a_request_that_is_done_again_alone_has_each_logprob_once(target: Target
             raise ValueError("once")
         return forward(*args, **kwargs)  # type: ignore[arg-type]
 
-    engine = Engine(copy_with(target, forward=failing))
+    monkeypatch.setattr(target, "forward", failing)
     params = SamplingParams(3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     first, second = (engine.submit(PROMPTS[0], params).result() for _ in range(2))
     assert first.finish_reason == "error" and second.prompt_logprobs is not None

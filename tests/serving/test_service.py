@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from copies import copy_with
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.engine import Engine, Request
 from blockdraft.errors import UsageError
-from blockdraft.models import models_folder
+from blockdraft.models import known
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.request import Event, Finished, GenerationRequest, TextDelta
@@ -310,8 +309,8 @@ def test_tokens_keep_their_spaces() -> None:
     assert [texts.text(token) for token in (1, 2, 3)] == [" the", " ant", "s"]
 
 
-def test_a_catalogued_model_is_also_named_by_its_id(engine: Engine) -> None:
-    pulled = models_folder() / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    catalogued = copy_with(engine, target=copy_with(engine.target, path=pulled))
-    assert make_service(catalogued).model_names == ["smollm2-135m", pulled.name]
-    assert make_service(catalogued, served_model_name=("other",)).model_names == ["other"]
+def test_a_catalogued_model_is_also_named_by_its_id(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    [usual] = make_service(engine).model_names
+    monkeypatch.setattr("blockdraft.serving.service.model_of", lambda path: known("smollm2"))
+    assert make_service(engine).model_names == ["smollm2", usual]
+    assert make_service(engine, served_model_name=("other",)).model_names == ["other"]

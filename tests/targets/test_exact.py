@@ -178,14 +178,12 @@ def test_exact_is_refused_without_filled_pieces_or_with_attention_in_the_dtype(
 ) -> None:
     how = LoadOptions(dtype="float32", device="cpu", backend=backend, compile="off")
     load_target(folders[name], how, exact=True)
-    with monkeypatch.context() as changed:
-        changed.setattr(exact, "filled", lambda values, first, end: values.flatten()[None, first:end])
-        with pytest.raises(ValueError, match="depend on how many keys there are and where they lie.*Use other threads"):
-            load_target(folders[name], how, exact=True)
-    with monkeypatch.context() as changed:
-        changed.setattr(Tensor, "double", lambda x: x)
-        with pytest.raises(ValueError, match="depend on how many keys there are and where they lie"):
-            load_target(folders[name], how, exact=True)
+    unfilled = lambda values, first, end: values.flatten()[None, first:end]  # noqa: E731
+    for owner, function, other in ((exact, "filled", unfilled), (Tensor, "double", lambda x: x)):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, function, other)
+            with pytest.raises(ValueError, match="depend on how many keys there are and where they lie.*Use other"):
+                load_target(folders[name], how, exact=True)
 
 
 def trees(target: Target) -> list[Tensor]:
