@@ -64,7 +64,6 @@ NAMING = {"blockdraft.plugins", "blockdraft.formats.zlab"}
 ROOT = Path(__file__).parents[1]
 # What packages import that docs/plugins.md does not call public, and why.
 EXCEPTIONS = {
-    "blockdraft.cli.answers": "diffusion streams its text like `generate`",
     "blockdraft.cli.generate": "diffusion generates like `generate`, with the same options for prompts",
     "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
     "blockdraft.engine.adaptive.costs": "bench measures the step times of this machine, and Radar and fit read them",
