@@ -17,7 +17,7 @@ from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.engine import Completion, Engine
-from blockdraft.formats import Borrowed, Checkpoint, layouts
+from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, layouts
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.foreign_tensor import in_torch
@@ -77,7 +77,7 @@ def tiny_reduced_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir:
     embedding, head = embedding_and_head(native)
     kept = torch.arange(0, native.vocab_size, 2)
     checkpoint = Checkpoint(config, tensors, Borrowed(embedding, head[kept], kept))
-    layouts()["speculators"].write(folder, checkpoint, "target", ["Qwen3ForCausalLM"])
+    layouts()["speculators"].write(folder, checkpoint, DrafterTarget("target", ("Qwen3ForCausalLM",)))
     return folder
 
 
