@@ -87,7 +87,7 @@ RECENT: dict[str, str | None] = {
     "glm4_moe_lite": None,
     "glm_moe_dsa": SPARSE,
     "gpt_oss": None,
-    "kimi_k2": None,
+    "kimi_k2": "its tokenizer (`kimi-k2`) is not read, so it takes token ids alone",
     "lfm2": None,
     "lfm2_moe": None,
     "llama4": "not in the table of families",
@@ -188,10 +188,11 @@ Drafters that [MLX](mlx.md) and [JAX](jax.md) do not run themselves run in torch
 """
 FILES = """## GGUF files of models from 2025 and 2026
 
-DeepSeek's, Kimi's and GLM-4.7-Flash's files (`deepseek2`) are alike in latent attention. The text part of Qwen3-VL runs
-as Qwen3. Of Nemotron 3, Nano runs; Super and Ultra are refused, because their experts
-read a latent projection. The context of Ministral 3 and Devstral 2 ends at their original one, mostly
-16,384 tokens, because attention is scaled by position beyond.
+DeepSeek's, Kimi's and GLM-4.7-Flash's files have latent attention (`deepseek2`). Tiny models of the shapes of
+DeepSeek-V2, V3 and GLM-4.7-Flash are tested, and none of their published files. Those of Kimi and Moonlight take token
+ids alone, because their tokenizer is not read. The text part of Qwen3-VL runs as Qwen3. Of Nemotron 3, Nano runs; Super
+and Ultra are refused, because their experts read a latent projection. The context of Ministral 3 and Devstral 2 ends at
+their original one, mostly 16,384 tokens, because attention is scaled by position beyond.
 """
 LAST = """Quantized checkpoints of other layouts than those of [quantize.md](quantize.md) run through transformers, if
 it supports them on the device.

@@ -73,7 +73,7 @@ def bundled_like(pre: str, adds_bos: bool = False) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "gpt-2", "smollm"])
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "deepseek-v3", "gpt-2", "smollm"])
 def test_bytes(pre: str, tmp_path: Path) -> None:
     expected = bundled_like(pre)
     path = written(tmp_path / "m.gguf", expected, pre)
@@ -145,6 +145,18 @@ def test_pieces_of_text(pre: str) -> None:
             "smollm": ["It", "'", "S", " ", "1", "2", "3", "4", "5", " fooBar", " x", "\n", "\n", "y"],
         }[pre]
     )
+
+
+def test_pieces_of_deepseek() -> None:
+    """Text is split in several passes. In V2 the second takes ASCII letters out of words with others."""
+    text = "a = 1234 *b\n\nit's東京です!!  été"
+    pieces = {
+        "deepseek-v3": ["a", " =", " ", "123", "4", " *", "b", "\n\n", "it", "'s", "東京です", "!!", " ", " été"],
+        "deepseek-llm": [*"a| =| |1234| *|b|\n|\n|it|'|s|東京です|!!| | é|t|é".split("|")],
+    }
+    for pre, expected in pieces.items():
+        ends = [end for _, (_, end) in SPLITS[pre].pre_tokenizer().pre_tokenize_str(text)]
+        assert [text[start:end] for start, end in zip([0, *ends], ends, strict=False)] == expected
 
 
 def pieces_of(texts: tuple[str, ...], specials: list[str]) -> dict[str, int]:
@@ -334,7 +346,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, *ends: int) -> TargetText:
     return TargetText(None, tokenizer, 128, frozenset(ends))
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "gpt-2", "smollm", "llama-bpe", "tekken"])
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "gpt-2", "smollm", "llama-bpe", "tekken", "deepseek-v3"])
 def test_bytes_are_written_and_read_back(pre: str) -> None:
     """The pre-tokenization is recognized by its results."""
     expected = bundled_like(pre)

@@ -29,6 +29,27 @@ GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# DeepSeek's tokenizers split text in several passes, each the pieces of the one before. To V2 letters are those that had
+# a case in an older version of Unicode.
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ"
+    "-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ"
+    "-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+DEEPSEEK2 = (
+    r"[\r\n]",
+    rf"\s?[{CASED}]+",
+    r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    r"[\x{4e00}-\x{9fa5}\x{0800}-\x{4e00}\x{ac00}-\x{d7ff}]+",
+    r"\p{N}+",
+)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 # Tokens that end a response in every vocabulary that has them, whatever their type, as in llama.cpp. Many files name
 # the wrong one.
 ENDS = (
@@ -74,13 +95,13 @@ class Split:
     """Pre-tokenization, as named by `tokenizer.ggml.pre`.
 
     Attributes:
-        pattern: Regular expression of a piece; None is GPT-2's.
+        patterns: Regular expressions of pieces, each applied to the pieces of the one before; none is GPT-2's.
         digits: Whether each digit is a piece.
         whole: Whether a piece that is a token is used without merging.
         composed: Whether text is normalized to NFC.
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     digits: bool = False
     whole: bool = False
     composed: bool = False
@@ -89,25 +110,26 @@ class Split:
         parts: list[pre_tokenizers.PreTokenizer] = []
         if self.digits:
             parts.append(pre_tokenizers.Digits(individual_digits=True))
-        if self.pattern is not None:
-            parts.append(pre_tokenizers.Split(Regex(self.pattern), "isolated"))
-        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None))
+        parts += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.patterns))
         return pre_tokenizers.Sequence(parts)
 
 
 SPLITS = {
     "gpt-2": Split(),
     "smollm": Split(digits=True),
-    "qwen2": Split(QWEN2, composed=True),
-    "deepseek-r1-qwen": Split(QWEN2),
-    "qwen35": Split(QWEN35, composed=True),
-    "tekken": Split(TEKKEN, whole=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), Split(LLAMA3, whole=True)),
+    "qwen2": Split((QWEN2,), composed=True),
+    "deepseek-r1-qwen": Split((QWEN2,)),
+    "qwen35": Split((QWEN35,), composed=True),
+    "tekken": Split((TEKKEN,), whole=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), Split((LLAMA3,), whole=True)),
     "refact": Split(digits=True),
-    "dbrx": Split(LLAMA3),
-    "smaug-bpe": Split(LLAMA3, whole=True),
-    "glm4": Split(LLAMA3, whole=True),
-    "gpt-4o": Split(GPT4O),
+    "dbrx": Split((LLAMA3,)),
+    "smaug-bpe": Split((LLAMA3,), whole=True),
+    "glm4": Split((LLAMA3,), whole=True),
+    "gpt-4o": Split((GPT4O,)),
+    "deepseek-llm": Split(DEEPSEEK2),
+    "deepseek-v3": Split(DEEPSEEK3),
 }
 
 
