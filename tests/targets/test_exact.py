@@ -43,7 +43,10 @@ HF_INEXACT = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "gemma4_text-experts"), "the numbers of a token depend on"),
     "gpt_oss": "attends with s_aux, which exact does not know",
     **dict.fromkeys(
-        ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
+        (
+            *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
+            *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        ),
         "keeps more than keys and values",
     ),
 }

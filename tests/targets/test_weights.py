@@ -87,7 +87,7 @@ def test_drafters_of_an_adapted_model_are_distinguished_from_those_of_its_source
         is None
     )
     assert target_fingerprint(adapted[0]) == target_fingerprint(adapted[1]) != target_fingerprint(plain)
-    with pytest.raises(ValueError, match="is quantised .compressed-tensors., and no adapter can be merged"):
+    with pytest.raises(ValueError, match="is quantized .compressed-tensors., and no adapter can be merged"):
         load_target(tmp_path / "int8", device="cpu", adapter=lora)
 
 

@@ -18,7 +18,6 @@ from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.plugins import kind_modules
 from blockdraft.targets import Target
-from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -309,14 +308,6 @@ class RunnerDrafter(Drafter):
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return cast(int, self.runner.state_bytes(batch, capacity))
-
-    @torch.no_grad()
-    def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
-        assert hidden_states is not None
-        mark(OBSERVE)
-        self.runner.observe(state, tokens, hidden_states)
-        mark(CONTEXT)
-        state.commit([range(length) for length in lengths])
 
     def weight_bytes(self) -> int:
         storages = [tensor.untyped_storage() for tensor in (*self.network.parameters(), *self.network.buffers())]

@@ -167,8 +167,15 @@ class KVSlots:
 
     def free(self, sequence: RunningSequence) -> None:
         """Keep a sequence whose request has ended, or release its slots."""
-        self._store_prefix(sequence)
-        if not self._keep(sequence):
+        try:
+            self._store_prefix(sequence)
+            kept = self._shrink(sequence)
+        except BaseException:  # its slots must not be lost
+            self.release(sequence, zero_slots=True)
+            raise
+        if kept:
+            self._keep(sequence, kept)
+        else:
             self.release(sequence, zero_slots=sequence.request.failure is not None)
 
     def release(self, sequence: RunningSequence, zero_slots: bool) -> None:
@@ -202,16 +209,21 @@ class KVSlots:
         else:
             store.write(tokens[:length], tensors)
 
-    def _keep(self, sequence: RunningSequence) -> bool:
-        """Keep a sequence for requests with the same prefix, if possible."""
+    def _shrink(self, sequence: RunningSequence) -> list[int]:
+        """Shrink a sequence to the tokens that requests with the same prefix may use, and return these."""
         self._runner.catch_up()  # a drafter that fails here fails the request
         request, start = sequence.request, sequence.start
         # An answer that was cut within an accepted draft ends before the state of recurrent layers.
         whole = (request.prompt + request.token_ids)[: self._runner.committed_length(start)]
         tokens = whole[: self._runner.reusable(start, len(whole))]
         if request.failure is not None or not self._can_share or not 0 < len(tokens) <= self._prefix_tokens:
-            return False
+            return []
         self._runner.shrink(start, len(tokens))
+        return tokens
+
+    def _keep(self, sequence: RunningSequence, tokens: list[int]) -> None:
+        """Keep a sequence that has been shrunk to these tokens for requests with the same prefix."""
+        request, start = sequence.request, sequence.start
         self._free.give(start + len(tokens), sequence.capacity - len(tokens))
         self._index.add(start, tokens)
         for other, known in list(self._finished.items()):
@@ -224,7 +236,6 @@ class KVSlots:
                 self._evict(next(iter(self._urgent)))
         while sum(map(len, self._finished.values())) > self._prefix_tokens:
             self._evict(next(iter(self._finished)))
-        return True
 
     def _urgent_tokens(self) -> int:
         return sum(len(self._finished[start]) for start in self._urgent)

@@ -352,7 +352,7 @@ def test_what_cannot_be_done_with_a_quantized_checkpoint(tiny_target_dir: Path, 
     quantized_model(tmp_path / "model", tiny_target_dir, raw, pack)
     with pytest.raises(ValueError, match="quantize is 'int4', and the checkpoint is quantized already .gptq.*int8"):
         load_target(tmp_path / "model", device="cpu", quantize="int4")
-    with pytest.raises(ValueError, match="is quantised .gptq., and no adapter can be merged"):
+    with pytest.raises(ValueError, match="is quantized .gptq., and no adapter can be merged"):
         load_target(tmp_path / "model", device="cpu", adapter=tiny_target_dir)
     with pytest.raises(ValueError, match="does not quantize"):
         load_target(tmp_path / "model", device="cpu", backend="hf", quantize="int8")

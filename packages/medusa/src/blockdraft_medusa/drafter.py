@@ -7,6 +7,7 @@ Draft tokens are verified as usual. The paper's typical acceptance would change 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from blockdraft.formats import find_layout
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.targets import Target
+from blockdraft.timing import CONTEXT, OBSERVE, mark
 from blockdraft_medusa.network import MedusaNetwork
 
 
@@ -46,6 +48,14 @@ class MedusaDrafter(RunnerDrafter):
         self.has_target_head = network.config.shared_head
         self.target = target
         self.runner: DraftRunner = target.runner(self.network, owned=owned)
+
+    @torch.no_grad()
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        assert hidden_states is not None
+        mark(OBSERVE)
+        self.runner.observe(state, tokens, hidden_states)
+        mark(CONTEXT)
+        state.commit([range(length) for length in lengths])
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_runner import DraftRunner
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
-from blockdraft.timing import HEAD, mark
+from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 
 
 class DFlashDrafter(RunnerDrafter):
@@ -73,6 +74,14 @@ class DFlashDrafter(RunnerDrafter):
         adjustments = self.config.output_multiplier, self.config.final_logit_softcapping
         self._adjusts_logits = adjustments != (1, None)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
+
+    @torch.no_grad()
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        assert hidden_states is not None
+        mark(OBSERVE)
+        self.runner.observe(state, tokens, hidden_states)
+        mark(CONTEXT)
+        state.commit([range(length) for length in lengths])
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:

@@ -22,7 +22,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import LayeredNetwork
 from blockdraft.nn.draft_runner import WIDTH, DraftNodes, DraftRunner
 from blockdraft.targets import Target
-from blockdraft.timing import DRAFT_CHOICE, mark
+from blockdraft.timing import CONTEXT, DRAFT_CHOICE, OBSERVE, mark
 
 
 class Eagle3Drafter(RunnerDrafter):
@@ -63,6 +63,14 @@ class Eagle3Drafter(RunnerDrafter):
     @property
     def slots_beside(self) -> int:
         return self.runner.slots_beside(self.block_size, WIDTH)
+
+    @torch.no_grad()
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        assert hidden_states is not None
+        mark(OBSERVE)
+        self.runner.observe(state, tokens, hidden_states)
+        mark(CONTEXT)
+        state.commit([range(length) for length in lengths])
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
