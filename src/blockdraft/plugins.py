@@ -101,10 +101,7 @@ def load_all(group: str) -> dict[str, Any]:
 def install_hint(group: str, name: str, cloned: Path = CLONED) -> str | None:
     """Return the command that installs the package of this project with a plugin, or None if no package has it.
 
-    In a clone it names folders of the clone.
-
-    Args:
-        cloned: Folder with the other packages in a clone. If it is missing, pip looks in its index.
+    In a clone, where `cloned` is the folder of the other packages, it names their folders.
     """
     package = next((package for package, groups in PACKAGES.items() if name in groups.get(group, ())), None)
     if package is None:
