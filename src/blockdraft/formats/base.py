@@ -53,7 +53,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class DrafterTarget:
-    """What is known of a drafter's target; None or empty if it is unknown.
+    """Facts about a drafter's target; None or empty if unknown.
 
     Attributes:
         name: Folder or hub name under which readers of the drafter find it.
