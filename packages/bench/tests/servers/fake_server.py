@@ -1,7 +1,7 @@
 """A server that answers as OpenAI's API does and counts as an engine does, from a script.
 
-The prompt chooses: BREAK breaks the answer off, FAIL is a 500, HANG is never answered, HUSH gives no usage, and DIFFER
-is answered otherwise by a server that drafts.
+The prompt chooses: BREAK breaks the answer off, FAIL is a 500, HANG is never answered, HUSH gives no usage, TOGETHER is
+answered when three requests have been under way at a time, and DIFFER is answered otherwise by a server that drafts.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class FakeServer:
     async def stream(self, body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
+        while "TOGETHER" in prompt and self.most_at_once < 3:
+            await asyncio.sleep(0.001)
         words = WORDS[: body["max_tokens"]]
         if "DIFFER" in prompt and self.drafts:
             words = [*words[:2], "many "]
