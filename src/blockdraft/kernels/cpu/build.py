@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
 import torch
+from filelock import FileLock
 
 from blockdraft.kernels.cpu import prebuilt
 from blockdraft.kernels.cpu.library import Library
@@ -99,12 +100,16 @@ class Build:
         return self._try(compiler, folder, name)
 
     def _try(self, compiler: str, folder: Path, name: str) -> Library | None:
-        """Return the library in a folder, or compile it there."""
+        """Return the library in a folder, or compile it there. Of processes that begin at once, one compiles."""
+        lock = folder / f"{name}.lock"
         try:
-            return whole(folder, name) or self._compile(compiler, folder, name)
+            with FileLock(lock):
+                return whole(folder, name) or self._compile(compiler, folder, name)
         except (OSError, subprocess.SubprocessError) as error:
             self.reason = f"{compiler} cannot compile in {folder}: {error}"
             return None
+        finally:
+            lock.unlink(missing_ok=True)
 
     def _compile(self, compiler: str, folder: Path, name: str) -> Library | None:
         partial = folder / f"{name}.{os.getpid()}-{threading.get_ident()}.partial"
