@@ -1,4 +1,5 @@
 import logging
+import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -20,6 +21,8 @@ from blockdraft.plugins import (
     entry_points,
     install_hint,
     load_all,
+    missing_commands,
+    packages,
     part_names,
     plugin_names,
     plugins,
@@ -93,6 +96,12 @@ def test_what_this_projects_packages_bring_is_what_they_register() -> None:
             assert set(names) - in_files == registered
 
 
+def test_installed_packages(tmp_path: Path, installed_plugin: Install) -> None:
+    installed_plugin("strangers-drafter", "[blockdraft.drafters]\nstrange = absent\n", tmp_path)
+    assert {"blockdraft-tools", "blockdraft-compat", "strangers-drafter"} <= {*packages()}
+    assert len(packages()) == len({*packages()}) and missing_commands() == {}
+
+
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch,
     installed_plugin: Install,
@@ -101,11 +110,16 @@ def test_missing_packages_are_named(
 ) -> None:
     assert install_hint(COMMANDS, "train", tmp_path / "absent") == "pip install blockdraft-train"
     assert install_hint(COMMANDS, "no such command") is None
-    packages = Path(__file__).parents[1] / "packages"
-    train = f"pip install -e {packages / 'bench'} -e {packages / 'tools'} -e {packages / 'train'}"
+    folder = Path(__file__).parents[1] / "packages"
+    train = f"pip install -e {folder / 'bench'} -e {folder / 'tools'} -e {folder / 'train'}"
     monkeypatch.setattr(metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(typer.main, "get_command", typer.main.get_command.__wrapped__)  # which tests of commands cache
     forget()
+    assert missing_commands()["blockdraft-bench"] == ("bench", "bench server", "calibrate")
+    shown = " ".join(re.sub(r"[│\s]+", " ", blockdraft("--help")[1]).split())
+    assert (
+        "More commands come with the packages blockdraft-tools (inspect, quantize, export), blockdraft-bench" in shown
+    )
     code, _, err = blockdraft("train", "dflash")
     assert code == 2 and err == f"error: The command train is not installed; {train} brings it.\n"
     with pytest.raises(UsageError, match="backend is 'jax', which is not installed; pip install .*jax brings it"):
@@ -113,4 +127,4 @@ def test_missing_packages_are_named(
     code, _, err = blockdraft("serve", "--port", 0, "--drafter", "none", "--record", tmp_path / "record")
     assert code == 2 and f"--record needs another package; run {train}." in err
     code, _, err = blockdraft("generate", "--drafter", "block_diffusion", "Hello")
-    assert code == 2 and f"{packages / 'diffusion'} brings it" in err
+    assert code == 2 and f"{folder / 'diffusion'} brings it" in err

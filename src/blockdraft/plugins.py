@@ -111,6 +111,20 @@ def install_hint(group: str, name: str, cloned: Path = CLONED) -> str | None:
     return shlex.join(["pip", "install", *(word for folder in _folders(package, cloned) for word in ("-e", folder))])
 
 
+def packages() -> list[str]:
+    """Return the names of the installed packages that extend this one: this project's own, then plugins of others."""
+    ours = [name for name in PACKAGES if find_spec(name.replace("-", "_"))]
+    groups = (COMMANDS, DRAFTERS, TARGETS, PAGES, RECORDERS)
+    return list(dict.fromkeys(ours + [_package(entry) for group in groups for entry in entry_points(group).values()]))
+
+
+def missing_commands() -> dict[str, tuple[str, ...]]:
+    """Return the commands of this project's packages that are not installed, by package."""
+    commands = {package: groups.get(COMMANDS, ()) for package, groups in PACKAGES.items()}
+    found = entry_points(COMMANDS).keys()
+    return {package: names for package, names in commands.items() if names and found.isdisjoint(names)}
+
+
 def _folders(package: str, cloned: Path) -> list[str]:
     """Return the folders in a clone of the packages that a package takes, and last its own."""
     own = cloned / package.removeprefix("blockdraft-")

@@ -34,7 +34,7 @@ def test_facts(tmp_path: Path) -> None:
 
 def test_facts_without_torch_come_first() -> None:
     code = "import sys; from blockdraft.cli.machine import facts; found = facts(); names = [next(found)[0]"
-    code += " for _ in range(13)]; print(names, 'torch' in sys.modules)"
+    code += " for _ in range(14)]; print(names, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'processor'" in done.stdout and "'cache'" in done.stdout and done.stdout.endswith("False\n")
 

@@ -18,8 +18,9 @@ from blockdraft.cli.display import new_table, standard
 from blockdraft.cli.options import add
 from blockdraft.cli.target import AsJson
 from blockdraft.errors import UsageError, counted
+from blockdraft.plugins import packages
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
 VARIABLES = (
     "BLOCKDRAFT_CACHE",
     "BLOCKDRAFT_CACHE_WEIGHTS",
@@ -48,11 +49,12 @@ def facts() -> Iterator[tuple[str, str]]:
 
     yield "blockdraft", version("blockdraft")
     yield "python", f"{platform.python_version()}, {platform.platform()}"
-    for name in PACKAGES:
+    for name in LIBRARIES:
         try:
             yield name, version(name)
         except PackageNotFoundError:
             yield name, "not installed"
+    yield "packages", ", ".join(packages()) or "none but this one"
     yield "processor", processor_name()
     yield "cores", str(psutil.cpu_count(logical=False))
     yield "cache", str(cache_folder())

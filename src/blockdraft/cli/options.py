@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from blockdraft.errors import UsageError
-from blockdraft.plugins import COMMANDS, entry_points, install_hint, load
+from blockdraft.plugins import COMMANDS, entry_points, install_hint, load, missing_commands
 from blockdraft.settings import Flag, SettingsError, field_info, from_text, with_flag
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -278,6 +278,12 @@ class Commands(TyperGroup):
     @property
     def _names(self) -> list[str]:
         return [*self.specs, *(name for name in entry_points(COMMANDS) if name not in self.specs)]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        missing = (f"{package} ({', '.join(names)})" for package, names in missing_commands().items())
+        named = ", ".join(missing)
+        self.epilog = f"More commands come with the packages {named}." if named else None
+        super().format_help(ctx, formatter)
 
     def list_commands(self, ctx: Any) -> list[str]:
         specs = {name: self._spec(name) for name in self._names}
