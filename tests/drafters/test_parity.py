@@ -16,7 +16,8 @@ from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 from blockdraft_tools.export import ExportFormat, export
 from blockdraft_train.settings_files import read_settings
-from blockdraft_train.variant import find_variant, variant_names
+from blockdraft_train.variant import find_variant
+from blockdraft_train.variants import variant_names
 from blockdraft_train.variants.dflash import DFlashFamily
 
 # Variants that z-lab's layout can hold.

@@ -23,7 +23,8 @@ from blockdraft_train.job import TrainingJob
 from blockdraft_train.progress import Progress
 from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import run_folder, train
-from blockdraft_train.variant import find_variant, variant_names
+from blockdraft_train.variant import find_variant
+from blockdraft_train.variants import variant_names
 
 FLAGS = {"block-size": "5", "length": "40", "batch": "4", "anchors": "6", "held-out": "6", "learning-rate": "1e-2"}
 FLAGS |= {"eval-prompts": "2", "eval-tokens": "6", "eval-every": "10", "save-every": "2", "save-dtype": "float32"}

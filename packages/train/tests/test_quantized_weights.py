@@ -11,7 +11,8 @@ from blockdraft.kernels.cpu.compiled_network import pack_together
 from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import Target
 from blockdraft_train.quantized_weights import quantized_layers, quantized_weights
-from blockdraft_train.variant import find_variant, variant_names
+from blockdraft_train.variant import find_variant
+from blockdraft_train.variants import variant_names
 
 
 def some_network(seed: int = 0) -> nn.Sequential:

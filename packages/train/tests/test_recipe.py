@@ -6,7 +6,8 @@ import pytest
 
 from blockdraft_train.recipe import Recipe
 from blockdraft_train.settings_files import describe
-from blockdraft_train.variant import find_variant, variant_names
+from blockdraft_train.variant import find_variant
+from blockdraft_train.variants import variant_names
 
 
 def test_fields_that_do_not_fit_together() -> None:

@@ -44,7 +44,8 @@ from blockdraft_train.job import TrainingJob
 from blockdraft_train.progress import Progress, RunLog, read_log
 from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import Trainer, run_folder, train
-from blockdraft_train.variant import find_variant, variant_names
+from blockdraft_train.variant import find_variant
+from blockdraft_train.variants import variant_names
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 

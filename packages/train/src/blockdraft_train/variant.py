@@ -53,6 +53,7 @@ from blockdraft_train.complaints import Complaints
 from blockdraft_train.data.documents import TokenData
 from blockdraft_train.objectives import Slots, default_gamma, find_objective
 from blockdraft_train.recipe import Recipe
+from blockdraft_train.variants import VARIANTS, variant_names
 
 
 class NetworkConfig(Protocol):
@@ -285,13 +286,6 @@ class Variant(ABC, Generic[R, N, C]):
     def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:
         """Return masks `[C, K]` bool for all names in `counted`. Their shares of the taught slots are metrics."""
         return {}
-
-
-VARIANTS = "blockdraft_train.variants"  # package of our own, and group of entry points of others
-
-
-def variant_names() -> list[str]:
-    return sorted({*plugin_names(VARIANTS), *entry_points(VARIANTS)})
 
 
 def find_variant(name: str) -> type[Variant[Any, Any, Any]]:

@@ -17,6 +17,7 @@ from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, Natural, settings
 from blockdraft_train.cli.recipe_command import RecipeCommand
 from blockdraft_train.complaints import Complaints
+from blockdraft_train.variants import variant_names
 
 SHOWN_EVALUATIONS = 12
 ShowRecipe = Annotated[bool, Flag()]
@@ -59,7 +60,7 @@ class TrainSettings:
 
 def train(
     context: typer.Context,
-    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="Kind of drafter, such as dflash.")],
+    variant: Annotated[str, typer.Argument(metavar="VARIANT", help=f"Kind of drafter: {', '.join(variant_names())}.")],
     recipe: RecipeFile = None,
     *,
     options: TrainSettings,
