@@ -1,7 +1,7 @@
 /* Compares attention with sums in double precision, at all sizes where something is left over, and the bits of a chain's nodes
    with those that each gets alone and in a tree; test_attention.py builds it with sanitizers and for processors that Python
-   does not run on here. Prints the number of cases and a digest of the numbers of heads that all processors have, or the wrong
-   case. */
+   does not run on here. Its argument N lets it run every Nth case. Prints the number of cases and a digest of the numbers of
+   heads that all processors have, or the wrong case. */
 #include <stdio.h>
 #include SOURCE
 
@@ -172,19 +172,20 @@ static int differs(i64 D, i64 length, i64 group, i64 nodes, i64 window, int inva
     return different;
 }
 
-int main(void) {
+int main(int count, char **arguments) {
     const i64 sizes[] = {LANES, 3 * LANES, 32, 64, 80, 96, 128, 256}, lengths[] = {0, 1, 31, 33, 64, 65, 200};
     const i64 groups[] = {1, 3, 7}, counts[] = {1, 2, 5, 9, 40};
     const double most = STORE == BFLOAT16 ? 3e-3 : STORE == INT8 ? 8e-3 : 1e-5; /* as weights are rounded */
+    const i64 every = count > 1 ? atoi(arguments[1]) : 1;
     i64 cases = 0;
     for (int a = 0; a < 8; a++)
         for (int b = 0; b < 7; b++)
             for (int c = 0; c < 3; c++)
                 for (int d = 0; d < 5; d++) {
                     if (a > 3 && (b + c + d) % 4) continue; /* takes long with large heads */
+                    if (cases++ % every) continue;
                     const double error = error_of(sizes[a], lengths[b], groups[c], counts[d], (a + b + c + d) % 6);
                     const i64 window = (a + b + d) % 2 ? 0 : 7;
-                    cases++;
                     if (error < most && !differs(sizes[a], lengths[b], groups[c], counts[d], window, (b + c + d) % 2)) continue;
                     printf("%d, %d, %d, %d: %g\n", a, b, c, d, error);
                     return 1;
