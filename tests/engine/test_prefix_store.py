@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import run_script
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.none import NoDrafter
@@ -380,6 +379,5 @@ sys.exit(os.waitpid(child, 0)[1])
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 def test_a_forked_process_reads_prefixes(tiny_target_dir: Path) -> None:
-    code = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny_target_dir)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    done = run_script(FORKED, tiny_target_dir)
     assert (done.returncode, done.stdout, done.stderr) == (0, "120\n120\n", "")

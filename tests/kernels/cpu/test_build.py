@@ -3,10 +3,10 @@
 import ctypes
 import hashlib
 import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,19 +24,25 @@ from blockdraft.targets import load_target
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the empty folder of libraries. The compiler does not optimize, which takes a tenth of the time."""
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a compiler that does not optimize, which takes a tenth of the time."""
     script = tmp_path / "compiler"
     script.write_text(f'#!/bin/sh\necho >> {tmp_path / "calls"}\nexec gcc "$@" -O0\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
+
+
+@pytest.fixture
+def folder(quick_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the empty folder of libraries."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     return tmp_path / "libraries"
 
 
 def compiled() -> Build:
     build = Build(torch.float32, torch.float32, torch.float32)
-    assert build.library() is not None, build.reason
+    library = build.library()
+    assert library is not None and library.weights_dtype == torch.float32, build.reason
     return build
 
 
@@ -151,19 +157,21 @@ def test_a_compiler_that_takes_too_long_is_given_up_and_named(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_of_processes_that_begin_at_once_one_compiles(slow_compiler: Callable[[], None], folder: Path) -> None:
-    code = (
-        "import torch; from blockdraft.kernels.cpu.build import Build; build = Build(*[torch.float32] * 3); "
-        "print('begun', flush=True); print(build.library().weights_dtype)"
-    )
-    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    context = multiprocessing.get_context("fork")
+    begun = context.Semaphore(0)
+    processes = [context.Process(target=lambda: (begun.release(), compiled()), daemon=True) for _ in range(2)]
     for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        process.start()
+    for _ in processes:
+        assert begun.acquire(timeout=60)
     time.sleep(0.5)
     slow_compiler()
     for process in processes:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0 and out == "torch.float32\n"
+        process.join(120)
+        assert process.exitcode == 0
     [path] = folder.iterdir()
     assert Library(path).lanes >= 4 and num_calls(folder) == 1
 
@@ -181,6 +189,7 @@ def test_a_compiler_of_no_use_is_named(
 
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_named_and_a_temporary_one_used(
+    quick_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
     constants: Callable[..., None],
     tmp_path: Path,

@@ -35,6 +35,10 @@ def library() -> Library:
     return actual
 
 
+def other_libraries() -> tuple[Library | None, Library | None]:
+    return build(torch.float32, torch.float32, 4).library(), build(torch.bfloat16, torch.float32).library()
+
+
 def weights() -> dict[str, Tensor | QuantizedWeight]:
     generator = torch.Generator().manual_seed(3)
     plain = {name: torch.randn(size, 16, generator=generator) for name, size in (("table", 35), ("query", 24))}
@@ -59,6 +63,7 @@ class Maker:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]) -> Path:
     library()  # from the cache folder that the tests share
+    other_libraries()
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(weight_cache.SWITCH, raising=False)
     constants(weight_cache, MIN_BYTES=2 << 16)  # the size of `origin`
@@ -174,8 +179,7 @@ def test_other_options_kernels_and_code_are_not_mixed_up(origin: Origin, constan
     other = Origin(origin.files, {"dtype": "bfloat16"})
     assert other.path(library()) != origin.path(library())
     assert Origin(origin.files[:1], origin.options).path(library()) != origin.path(library())
-    narrow = build(torch.float32, torch.float32, 4).library()
-    halved = build(torch.bfloat16, torch.float32).library()
+    narrow, halved = other_libraries()
     assert narrow is not None and halved is not None and narrow.lanes < library().lanes
     assert len({origin.path(each) for each in (library(), narrow, halved)}) == 3
     maker = Maker()
@@ -302,9 +306,10 @@ def _write_in_parts(origins: Sequence[Origin], ready: Any, go_on: Any) -> None:
         open_kept(origin, slowly)
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_processes_at_once_and_one_that_is_killed_while_it_writes(origin: Origin, folder: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     ready, go_on = context.Semaphore(0), context.Semaphore(0)
     whole, killed = origin, replace(origin, options={"n": 1})
     other = context.Process(target=_write_in_parts, args=([whole, killed], ready, go_on), daemon=True)
