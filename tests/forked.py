@@ -3,14 +3,21 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-MODULES = ["blockdraft.cli", "blockdraft.drafters", "blockdraft_train.trainer", "matplotlib.pyplot", "transformers"]
+from several_processes import write_threads
+
+MODULES = [
+    *("blockdraft.cli", "blockdraft.drafters", "blockdraft.targets.native", "blockdraft_train.cli.train"),
+    *("blockdraft_train.trainer", "blockdraft_train.variants.dflash", "matplotlib.backends.backend_agg"),
+    *("matplotlib.pyplot", "torch._dynamo", "transformers.models.auto.tokenization_auto"),
+]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -20,11 +27,12 @@ class Command:
     Args:
         words: Its words.
         stderr: File for its standard error.
+        more: Environment variables besides those of this process.
     """
 
-    def __init__(self, *words: object, stderr: str | Path = os.devnull) -> None:
+    def __init__(self, *words: object, stderr: str | Path = os.devnull, more: Mapping[str, str] | None = None) -> None:
         CONTEXT.set_forkserver_preload(MODULES)
-        arguments = [*map(str, words)], {**os.environ}, str(stderr)
+        arguments = [*map(str, words)], os.environ | dict(more or {}), str(stderr)
         self._process = CONTEXT.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
 
@@ -46,6 +54,32 @@ def run(*words: object) -> None:
     """Run a command to its end, which must be a success."""
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stderr:
         assert Command(*words, stderr=stderr.name).wait() == 0, stderr.read()
+
+
+def run_twice_at_once(*words: object, folder: Path, more: Mapping[str, str] | None = None) -> str:
+    """Run a command to its end in two processes with the variables that Accelerate's launcher sets.
+
+    Args:
+        folder: Folder for their standard errors, and for the threads that they have at their ends.
+        more: Further variables.
+
+    Returns:
+        The standard error of the first.
+    """
+    folder.mkdir()
+    (folder / "threads").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "THREADS": str(folder / "threads")}
+    group |= dict(more or {})
+    ranks = ("0", "1")
+    commands = [
+        Command(*words, stderr=folder / rank, more=group | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ranks
+    ]
+    ended = [command.wait() for command in commands]
+    errors = [(folder / rank).read_text() for rank in ranks]
+    assert ended == [0, 0], errors
+    return errors[0]
 
 
 class Popen:
@@ -78,4 +112,8 @@ def _run(words: list[str], environment: dict[str, str], stderr: str) -> None:
     torch.set_num_threads(1)
     with open(stderr, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    main(words)
+    try:
+        main(words)
+    finally:
+        if "THREADS" in environment:
+            write_threads()

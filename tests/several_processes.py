@@ -1,18 +1,22 @@
 """Threads that processes of a training still have when they end."""
 
+import inspect
 import os
 from pathlib import Path
 
-# Writes the names of the threads, as Linux has them, when the interpreter ends.
-WRITER = """
-import atexit, os
-from pathlib import Path
 
-def write():
+def write_threads() -> None:
+    """Write the names of this process's threads, as Linux has them, into the folder that `THREADS` names."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     Path(os.environ["THREADS"], str(os.getpid())).write_text("".join(names))
 
-atexit.register(write)
+
+WRITER = f"""
+import atexit, os
+from pathlib import Path
+
+{inspect.getsource(write_threads)}
+atexit.register(write_threads)
 """
 
 

@@ -1,23 +1,20 @@
 """Training loop: it learns, and an interrupted run ends with the same weights."""
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 from accelerate.utils import DistributedType
 from copies import copy_with
 from safetensors.torch import load_file
-from several_processes import assert_no_process_group, writing_threads
+from several_processes import assert_no_process_group
 
 from blockdraft import machine
 from blockdraft.errors import NumbersError, UsageError
@@ -279,8 +276,6 @@ def test_paper_network_is_trained_and_loaded(tiny_target_dir: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_two_processes_match_one_process(model_of: Any, folder_of: Any, tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     data, single, double = tmp_path / "text.txt", tmp_path / "single", tmp_path / "double"
     data.write_text("the inn in the thing. " * 30)
     recipe = {"length": 12, "batch": 4, "warmup": 2, "ema": 0.5}
@@ -290,21 +285,9 @@ def test_two_processes_match_one_process(model_of: Any, folder_of: Any, tmp_path
     train(model, read_texts([str(data)], RecordSettings(), model), 3, single, DiffusionRecipe(**recipe))
     args = ["--model", folder_of(), "--data", data, "--out", double, "--device", "cpu", "--steps", 3]
     args += [part for name, value in recipe.items() for part in (f"--{name.replace('_', '-')}", str(value).lower())]
-    command = [sys.executable, "-m", "blockdraft", "diffusion", "train", *map(str, args)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    environment = writing_threads(tmp_path / "ends", environment)
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}  # as Accelerate's launcher does
-    processes = [
-        subprocess.Popen(
-            command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
-    errors = [process.communicate(timeout=500)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    stderr = forked.run_twice_at_once("diffusion", "train", *args, folder=tmp_path / "ends")
     assert_no_process_group(tmp_path / "ends", processes=2)
-    assert "2 processes (multi_cpu)" in errors[0].lower()
+    assert "2 processes (multi_cpu)" in stderr.lower()
     logs = [(run_folder(out) / "log.jsonl").read_text().splitlines() for out in (single, double)]
     assert len(logs[0]) == len(logs[1]) == 3
     for expected, actual in zip(*(map(json.loads, lines) for lines in logs), strict=True):
