@@ -173,7 +173,7 @@ def test_numbers_that_do_not_fit(broken: Callable[..., Path]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"] * 65536
     save_file(tensors, folder / "model.safetensors")
-    found = diagnosis(load_target(dtype="float16", compile="off"), folder)
+    found = examine(load_target(dtype="float16", compile="off"), folder, PROMPTS[:1], 16)  # float16 is slow on CPUs
     assert found.fault == "dtype" and "float32 in place of float16" in found.finding
 
 
