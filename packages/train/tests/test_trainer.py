@@ -19,6 +19,8 @@ from unittest.mock import Mock
 import forked
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from copies import copy_with
 from safetensors.torch import load_file, save_file
 from several_processes import assert_no_process_group, writing_threads
@@ -744,6 +746,12 @@ def test_a_signal_finishes_the_run(tmp_path: Path, tiny_target_dir: Path, tiny_d
     assert last["rate"] == 0 and "tau" in last
 
 
+def launcher_variables(*words: str) -> dict[str, str]:
+    """Return the environment variables that Accelerate's launcher adds for these words."""
+    given, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    return {name: value for name, value in prepare_multi_gpu_env(given).items() if os.environ.get(name) != value}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
@@ -765,14 +773,15 @@ def test_two_processes_have_the_loss_of_one(
     single, double = tmp_path / "single", tmp_path / "double"
     run(single, **changes)
     given = words(tiny_target_dir, tiny_data_dir, double, accumulation="2", **changes)
-    if (kind, optimizer) == ("ddp", "muon"):  # the others use the launcher, whose imports take most of their time
-        stderr = forked.run_twice_at_once(*given, folder=tmp_path / "ends")
-    else:
-        # With --multi_gpu, Accelerate's launcher starts several processes on CPUs too.
-        kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
-        # Some free port: two of these tests may run at once.
-        launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2", "--main_process_port", "0")
-        command = [sys.executable, *launch, "-m", "blockdraft", *given]
+    # With --multi_gpu, Accelerate's launcher starts several processes on CPUs too.
+    kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
+    # Some free port: two of these tests may run at once.
+    launch = (*kinds[kind], "--num_processes", "2", "--main_process_port", "0", "-m", "blockdraft")
+    group = launcher_variables(*launch)
+    if (kind, optimizer) in (("ddp", "muon"), ("fsdp2", "adamw")):
+        stderr = forked.run_twice_at_once(*given, folder=tmp_path / "ends", more=group)
+    else:  # the launcher itself, which takes longer, since all its processes import everything
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launch, *given]
         environment = writing_threads(tmp_path / "ends", ENVIRONMENT)
         ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
         assert ended.returncode == 0, ended.stderr
@@ -797,8 +806,7 @@ def test_two_processes_have_the_loss_of_one(
         return  # the longer tests resume this kind too
     (run_folder(double) / "checkpoints" / "step-00000006.pt").unlink()
     shutil.copytree(double, tmp_path / "before")
-    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if kind == "fsdp2" else {}
-    resumed = forked.run_twice_at_once(*given, folder=tmp_path / "resumed", more=sharded)
+    resumed = forked.run_twice_at_once(*given, folder=tmp_path / "resumed", more=group)
     assert "Resuming from step 4" in resumed and same(tmp_path / "before", double)
 
 
