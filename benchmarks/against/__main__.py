@@ -35,6 +35,7 @@ from blockdraft.prompt_sets import read_prompt_sets
 METHODS = ("plain", "chain", "tree")
 MIN = 4  # prompts per measurement, one after the other if the batch is smaller
 PATIENCE = 3600.0
+CACHE = ROOT / "build/against-cache"  # without pulled models, so that the bundled pair is the default
 HEADER = (
     "", "batch", "old, tokens/s", "new, tokens/s", "new / old (95 % interval)", "host, old", "host, new", "same tokens",
 )  # fmt: skip
@@ -57,10 +58,9 @@ class Sample:
 def child(root: Path, pair: dict[str, str | None], threads: int | None, log: Path) -> PeerProcess:
     """Start the process of one tree. `pair` holds the arguments of `child.load`."""
     command = [sys.executable, str(Path(__file__).with_name("child.py"))]
-    # A cache without pulled models, so that the bundled pair is the default.
     # Packages beside the core, which may be installed from the other tree, come from the same tree.
     sources = os.pathsep.join(map(str, [root / "src", *sorted(root.glob("packages/*/src"))]))
-    environment = {"PYTHONPATH": sources, "BLOCKDRAFT_CACHE": str(ROOT / "build/against-cache")}
+    environment = {"PYTHONPATH": sources, "BLOCKDRAFT_CACHE": str(CACHE)}
     return PeerProcess(command, pair, threads, log, PATIENCE, environment=environment, cwd=root)
 
 

@@ -65,8 +65,9 @@ def test_a_commit_is_checked_out_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_this_tree_against_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_tree_against_itself(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(against, "checked_out", lambda commit: nullcontext(against.ROOT))
+    monkeypatch.setattr(against, "CACHE", own_cache)  # whose libraries need not be compiled
     options = ["HEAD", "--methods", "plain,chain", "--rows", "2", "--rounds", "1", "--tokens", "6", "--threads", "1"]
     pair = ["--target", "bundled", "--drafter", "bundled"]
     assert against.main([*options, *pair, "--out", str(tmp_path)]) == 0
@@ -80,6 +81,6 @@ def test_this_tree_against_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_what_does_not_run_compiled_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(against, "CACHE", tmp_path)
     with pytest.raises(PeerError, match="ended with 1"):
         child(against.ROOT, "native", 1, tmp_path / "log")
