@@ -149,6 +149,7 @@ SMALL = {
     "quantize": "--length 16 --tokens 128 --held-out 32",
     "diffusion train": "--steps 2 --length 32 --batch 2",
     "diffusion generate": "--max-new-tokens 6",
+    "diffusion perplexity": "--length 32 --draws 4",
     "bench": "--limit 1 --repeats 1 --max-new-tokens 16",
     "train": "--steps 2 --length 64 --anchors 4 --batch 2 --held-out 2 --eval-prompts 1 --eval-tokens 8 --layers 1 "
     "--target-layers 2 --intermediate-size 32",

@@ -1,16 +1,22 @@
 """The examples run, and those that miss something say so."""
 
 import importlib.util
-import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import uvicorn
 
-from blockdraft import cli
+from blockdraft import Engine, cli, load_drafter, load_target
+from blockdraft.serving.app import make_app
+from blockdraft.serving.backends import Backends
+from blockdraft.serving.service import Service
+from blockdraft.serving.settings import ServeSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -91,14 +97,21 @@ def test_client_without_a_server() -> None:
 
 @pytest.mark.slow
 def test_client(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "blockdraft", "serve", "--target", "bundled", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
+    target = load_target("bundled")
+    with Engine(target, load_drafter(target=target), 2) as engine:
+        settings = ServeSettings()
+        app = make_app(Service(Backends(engine), settings), settings)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run)
+        thread.start()
         try:
-            url = next(line.split()[1] for line in server.stdout if line.startswith("Ready: "))
-            load("client").main(url)
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            load("client").main(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1")
         finally:
-            server.terminate()
+            server.should_exit = True
+            thread.join()
     assert capsys.readouterr().out.strip()
 
 

@@ -67,8 +67,8 @@ def test_streams_report_progress(
 ) -> None:
     body = {"model": MODEL, "temperature": 0, **PROMPTS[path]}
     whole = client.post(path, {**body, "stream": False}).json()
-    slow_down(engine, 0.05)
-    constants(service_module, PROGRESS_SECONDS=0.02)
+    slow_down(engine, 0.02)
+    constants(service_module, PROGRESS_SECONDS=0.01)
     assert client.post(path, {**body, "stream": False}).json().keys() == whole.keys()
     answer = client.post(path, {**body, "stream": True})
     assert answer.status_code == 200, answer.text

@@ -31,7 +31,7 @@ def adapter(name: str, settings: dict[str, Any], folder: Path) -> PeerProcess:
     return PeerProcess(command, {**settings, "options": peer.options}, 1, folder / "log", 120)
 
 
-@pytest.mark.parametrize("name", [*HERE[:2], *(pytest.param(name, marks=pytest.mark.long) for name in HERE[2:])])
+@pytest.mark.parametrize("name", [HERE[0], *(pytest.param(name, marks=pytest.mark.long) for name in HERE[1:])])
 def test_adapters_decode_alike(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     target = load_target(settings["target"])
     drafting = Drafting(tree_budget=32 if name == "ours ddtree" else 0)
@@ -53,7 +53,7 @@ def test_adapters_decode_alike(name: str, settings: dict[str, Any], tmp_path: Pa
             assert margins[0] == 0 < margins[1] == -margins[2]
 
 
-@pytest.mark.parametrize("part", ["target", "drafter"])
+@pytest.mark.parametrize("part", [pytest.param("target", marks=pytest.mark.long), "drafter"])
 def test_ours_is_compiled_or_not_measured(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
