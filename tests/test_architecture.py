@@ -41,6 +41,7 @@ DECODE_FOR = {
         for name in (
             "proposal",
             "drafting",
+            "step_time",
             "tree",
             "merging",
             "distributions",

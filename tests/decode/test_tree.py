@@ -1,6 +1,5 @@
 """Best-first trees against their definition, the best of all sets of paths that contain their own beginnings."""
 
-import random
 from itertools import combinations, product
 from math import prod
 
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Proposal, depths
-from blockdraft.decode.tree import best_count, best_first, best_of, best_tree, lattice_tree
+from blockdraft.decode.step_time import best_count
+from blockdraft.decode.tree import best_first, best_of, best_tree, lattice_tree
 
 ANCHOR = torch.tensor([7])
 
@@ -266,44 +266,3 @@ def test_calibration_decides_how_many_nodes_of_a_grown_tree_pay(calibration: flo
     seconds = [1.0, 1.1, 1.25, 1.32]
     found = best_of(ANCHOR, log_probs, parents, torch.tensor([[1, 2, 3]]), 3, seconds, calibration)
     assert found.tokens.tolist() == [[7, 1, 2, 3][: 1 + count]]
-
-
-def test_best_count_is_the_best_of_all_counts_whatever_the_times() -> None:
-    generator = random.Random(0)
-    chosen = set()
-    for _ in range(300):
-        rows = [
-            sorted((generator.random() for _ in range(generator.randrange(9))), reverse=True)
-            for _ in range(generator.randint(1, 3))
-        ]
-        seconds = [generator.uniform(1, 3) for _ in range(generator.randint(1, 12))]  # neither rising nor convex
-        counts = range(min(len(seconds), 1 + max(len(row) for row in rows)))
-        rates = [sum(1 + sum(row[:n]) for row in rows) / seconds[n] for n in counts]
-        count = best_count(rows, seconds)
-        assert rates[count] == pytest.approx(max(rates))
-        chosen.add(count)
-    assert {0, 1, 4, 7} <= chosen
-
-
-def test_best_count_of_a_free_of_a_costly_and_of_an_even_draft_token() -> None:
-    assert best_count([[0.9, 0.5, 0.1]], [1.0, 1.0, 1.0, 1.0]) == 3
-    assert best_count([[0.9, 0.5, 0.1]], [1.0, 2.0, 3.0, 4.0]) == 0
-    assert best_count([[0.9, 0.5, 0.1]], [1.0, 1.1, 1.5, 3.0]) == 1
-    assert best_count([[0.5, 0.0]], [1.0, 1.5, 1.5]) == 0  # no faster, so not worth the work
-    assert best_count([[]], [1.0, 2.0]) == 0
-
-
-def test_rows_share_a_count() -> None:
-    sure, unsure, seconds = [0.9, 0.8, 0.7], [0.1, 0.0, 0.0], [1.0, 1.3, 1.6, 1.9]
-    assert best_count([sure], seconds) == 3
-    assert best_count([unsure], seconds) == 0
-    assert best_count([sure, sure, sure, unsure], seconds) == 3
-    assert best_count([sure, unsure, unsure, unsure], seconds) == 0
-
-
-def test_calibration_scales_what_is_expected() -> None:
-    rows, seconds = [[0.9, 0.5, 0.1], [0.8, 0.7]], [1.0, 1.2, 1.5, 1.9]
-    for calibration in (0.3, 0.7, 1.3):
-        rates = [(2 + calibration * sum(sum(row[:n]) for row in rows)) / seconds[n] for n in range(4)]
-        assert best_count(rows, seconds, calibration) == rates.index(max(rates))
-    assert best_count(rows, seconds, 0.1) == 0 < best_count(rows, seconds, 1.0)

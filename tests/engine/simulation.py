@@ -17,9 +17,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
 
-from blockdraft.decode.tree import best_count
+from blockdraft.decode.step_time import Costs, best_count
 from blockdraft.drafters import Drafter
-from blockdraft.engine.adaptive.costs import Costs
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.request import Request
 from blockdraft.engine.runner import Outcome

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.engine.adaptive.costs import CONTEXT, Costs, Pair, store
+from blockdraft.decode.step_time import CONTEXT, Costs
+from blockdraft.engine.adaptive.costs import Pair, store
 from blockdraft.models import bundled_drafter, catalogue, known, models_folder
 from blockdraft.models.places import file_place
 from blockdraft_radar.calibrated import calibrated

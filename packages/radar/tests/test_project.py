@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from gguf import GGML_QUANT_SIZES
 
+from blockdraft.decode.step_time import block_tokens as expected
 from blockdraft.errors import UsageError
 from blockdraft.models import known
 from blockdraft_radar.devices import find, machine_of
-from blockdraft_radar.drafting import TASKS, expected, tau_of
+from blockdraft_radar.drafting import TASKS, tau_of
 from blockdraft_radar.project import batch_for, project
 from blockdraft_radar.shape import known_shapes, kv_cache_bytes, read_shape
 from blockdraft_radar.step import BITS, constants

@@ -19,7 +19,8 @@ from blockdraft.decode.proposal import (
     sparsify,
 )
 from blockdraft.decode.sampling import draw
-from blockdraft.decode.tree import best_count, best_first, best_tree
+from blockdraft.decode.step_time import best_count
+from blockdraft.decode.tree import best_first, best_tree
 from blockdraft.timing import DRAFT_CHOICE, mark
 from blockdraft.types import SamplingParams
 

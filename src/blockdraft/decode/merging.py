@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution
-from blockdraft.decode.tree import best_count
+from blockdraft.decode.step_time import best_count
 
 ASSUMED = 0.5  # acceptance probability, given its parent's, of a draft token whose drafter states none
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heappush, heapreplace
-from itertools import accumulate
 from math import exp, inf
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blockdraft.decode.proposal import Proposal
+from blockdraft.decode.step_time import best_count
 from blockdraft.machine import send
 
 FIRST_SIZE = 32  # draft tokens of the first tree that is grown if the number that pays is unknown
@@ -209,30 +208,3 @@ def _grow(
         child = children[draft_token] if children else (draft_token // ranks + 1) * ranks
         heappush(heap, (cost - log_probs[child], len(nodes), child))
     return nodes
-
-
-def best_count(path_probs: Sequence[Sequence[float]], step_seconds: Sequence[float], calibration: float = 1.0) -> int:
-    """Return the number of draft tokens per sequence that yields the most tokens per second.
-
-    This is the rule of CaDDTree (arXiv 2606.01813). Ties go to the smallest number.
-
-    With n draft tokens a sequence commits an expected 1 + calibration * (sum of its first n path probabilities) tokens,
-    bonus included. All sequences share n, since they share a forward. Every n is tried: times need not be convex.
-
-    Args:
-        path_probs: For each sequence and draft token the probability that it is accepted together with all before it on
-            its path, in the order in which they are added. Sequences may have different numbers.
-        step_seconds: Seconds of a step with 0, 1, 2, ... draft tokens per sequence. Other numbers are not considered.
-        calibration: As in `Plan`.
-    """
-    assert len(step_seconds) > 0 and min(step_seconds) > 0, "every step takes time"
-    if len(path_probs) == 1:  # a few numbers, for which numpy takes longer
-        sums = accumulate(path_probs[0], initial=0.0)
-        rates = [(1 + calibration * expected) / time for expected, time in zip(sums, step_seconds, strict=False)]
-        return rates.index(max(rates))
-    tokens = np.zeros(min(len(step_seconds), 1 + max(len(row) for row in path_probs)))
-    tokens[0] = len(path_probs)
-    for row in path_probs:
-        gains = row[: len(tokens) - 1]
-        tokens[1 : 1 + len(gains)] += calibration * np.asarray(gains)
-    return int(np.argmax(tokens.cumsum() / step_seconds[: len(tokens)]))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from blockdraft.decode.prediction import Prediction
 from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.decode.step_time import best_count
 from blockdraft.decode.suffix_index import MatchRates, SuffixIndex, SuffixMatch
-from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.nn.cache import SequenceState
 

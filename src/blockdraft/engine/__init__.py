@@ -1,6 +1,6 @@
 """The engine: one lossless decode loop for all drafters and targets."""
 
-from blockdraft.engine.adaptive.costs import Costs
+from blockdraft.decode.step_time import Costs
 from blockdraft.engine.conversation import ContextFull, Conversation, PendingTurn, chat_engine
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.infill import ExtraFile, InfillTokens, infill_params, infill_prompt

@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.decode.distributions import PART, Distributions
 from blockdraft.decode.merging import put_first
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
-from blockdraft.decode.tree import best_count
+from blockdraft.decode.step_time import NODE, NODE_CPU, assumed_steps, best_count
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter, HiddenStateObserver, select_layers
 from blockdraft.engine.request import Request, RunningSequence
@@ -29,7 +29,6 @@ from blockdraft.types import StepTrace, TokenLogprob
 
 MAX_PENDING_STEPS = 512  # plain steps before the drafter observes what they committed
 OBSERVE_TOKENS = 256  # tokens of a batch in one such call of `observe`, whose memory grows with them
-OWN_NODE_COST_CPU, OWN_NODE_COST = 0.15, 0.01  # assumed seconds of a further node over those of a step with one
 MAX_OWN_NODES = 64  # nodes of a batch whose requests provide draft tokens themselves, unless its plan has more
 
 
@@ -357,8 +356,8 @@ class Runner:
         if not beside_sampled:
             seconds = plan.step_seconds
             if seconds is None or len(seconds) <= most:
-                cost = OWN_NODE_COST_CPU if self.target.device.type == "cpu" else OWN_NODE_COST
-                seconds = [1 + cost * (rows * (1 + count) - 1) for count in range(1 + most)]
+                node = NODE_CPU if self.target.device.type == "cpu" else NODE
+                seconds = assumed_steps(rows, most, 0.0, node / (1 + node * (rows - 1)))
             most = best_count([acceptance_probs for _, acceptance_probs in drafts], seconds)
         return [tokens[:most] for tokens, _ in drafts]
 

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Costs
 from blockdraft.engine.adaptive import costs as step_costs
 from blockdraft.engine.adaptive.costs import Pair, Probe
-from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 
 PAIR = Pair(target="/t", drafter="/d", weights="int4", threads=2)
@@ -32,100 +30,6 @@ def target(tiny_target_dir: Path) -> Target:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "new" / "costs.json"
-
-
-def test_costs_are_interpolated() -> None:
-    assert COSTS.plain_step(1) == 10.0 and COSTS.plain_step(2) == 12.0
-    assert COSTS.drafted_steps(1, 3, tree=False) == [12.0, 12.0, 13.0, 14.0]
-    assert COSTS.drafted_steps(2, 3, tree=False)[2] == pytest.approx(13.0 + (26.0 - 13.0) / 3)
-
-
-def test_beyond_the_known_sizes_the_last_slope_goes_on_and_never_falls() -> None:
-    assert COSTS.drafted_steps(1, 5, tree=False)[5] == 16.0
-    assert COSTS.plain_step(8) == 24.0
-    falling = Costs((1,), (10.0,), (((1, 12.0), (2, 11.0)),), ((),))
-    assert falling.drafted_steps(3, 4, tree=False) == [12.0, 12.0, 11.0, 11.0, 11.0]
-
-
-def test_rows_without_times_borrow_from_those_that_have_some() -> None:
-    assert (
-        COSTS.drafted_steps(1, 4, tree=True) == COSTS.drafted_steps(4, 4, tree=True) == [30.0, 30.0, 30.0, 40.0, 50.0]
-    )
-    assert COSTS.knows(tree=True) and not Costs((1,), (1.0,), ((),), ((),)).knows(tree=True)
-
-
-def test_newer_costs_take_the_place_of_older_ones() -> None:
-    newer = Costs((2, 4), (11.0, 17.0), ((), ()), (((1, 13.0),), ((1, 19.0),)), 9.0)
-    found = COSTS.updated(newer)
-    assert (found.batch_sizes, found.plain, found.date) == ((1, 2, 4), (10.0, 11.0, 17.0), 9.0)
-    assert found.chain == (COSTS.chain[0], (), COSTS.chain[1])
-    assert found.tree == ((), *newer.tree)
-
-
-def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Path) -> None:
-    lines: list[str] = []
-    drafter = load_drafter(tiny_drafter_dir, target=target)
-    found = step_costs.measure(Probe(target, drafter), drafter.block_size, 3, target.max_context, lines.append)
-    assert found.batch_sizes == (1, 2, 3) and len(lines) == 3
-    assert min(found.plain) > 0 and found.date > 1.7e9
-    longest = drafter.block_size - 1
-    for points, sizes in (
-        (found.chain, {*step_costs.CHAIN_DRAFT_TOKENS, longest}),
-        (found.tree, step_costs.TREE_DRAFT_TOKENS),
-    ):
-        for row in points:
-            assert [draft_tokens for draft_tokens, _ in row] == sorted(
-                n for n in sizes if points is found.tree or n <= longest
-            )
-            assert min(seconds for _, seconds in row) > 0
-
-
-class Recorder:
-    """Steps that take no time; remembers what was asked for."""
-
-    def __init__(self, max_context: int, block_size: int) -> None:
-        self.max_context, self.block_size, self.asked = max_context, block_size, list[tuple[int, int, bool]]()
-
-    def __call__(self, rows: int, context: int, draft_tokens: int, tree: bool, count: int) -> list[tuple[int, float]]:
-        assert context >= 1
-        path = min(draft_tokens + 1, self.block_size)
-        assert context + (count - 1) * path + draft_tokens + 1 <= self.max_context, "the last step does not fit"
-        self.asked.append((rows, draft_tokens, tree))
-        return [(draft_tokens, 9.0), *[(draft_tokens, 1.0 + draft_tokens)] * (count - 1)]
-
-    def measured(self, batch_size: int = 1) -> Costs:
-        return step_costs.measure(self, self.block_size, batch_size, self.max_context)
-
-
-@pytest.mark.parametrize("max_context", [40, 100, 160, 161, 300, 4096])
-def test_whatever_fits_the_context_is_measured(max_context: int) -> None:
-    steps = Recorder(max_context, 16)
-    found = steps.measured()
-    assert found.drafted_steps(1, 1, tree=False)[1] == 2.0 and found.drafted_steps(1, 1, tree=True)[1] == 2.0
-    assert (1, 15, False) in steps.asked or max_context < 300
-
-
-def test_a_context_without_room_for_any_step_is_refused() -> None:
-    with pytest.raises(UsageError, match="context of 16 tokens is too short.*need 21.*fixed block size"):
-        Recorder(16, 16).measured()
-
-
-def test_the_first_step_does_not_count_and_the_largest_sizes_are_left_out() -> None:
-    steps = Recorder(4096, 16)
-    found = steps.measured(batch_size=512)
-    assert max(found.plain) == 1.0
-    assert all(rows * draft_tokens <= step_costs.MAX_DRAFT_TOKENS for rows, draft_tokens, _ in steps.asked)
-    assert found.batch_sizes == (*step_costs.BATCH_SIZES, 512)
-
-
-def test_measuring_ends(constants: Callable[..., None]) -> None:
-    constants(step_costs, LIMIT_SECONDS=0.0)
-    assert Recorder(4096, 16).measured(batch_size=64).batch_sizes == (1,)
-
-
-def test_a_drafter_without_draft_tokens_has_plain_steps_only() -> None:
-    found = Recorder(64, 1).measured()
-    assert (found.plain, found.chain, found.tree) == ((1.0,), ((),), ((),))
 
 
 def test_a_pair_has_a_file_of_its_own(target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:

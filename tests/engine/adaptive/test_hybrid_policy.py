@@ -7,7 +7,7 @@ import pytest
 from simulation import NOW, PAIR, Costless, Decoding, Knowing, Lookup, Machine, chain, constant, request, stored
 
 from blockdraft.decode.proposal import HybridPlan
-from blockdraft.decode.tree import best_count
+from blockdraft.decode.step_time import best_count
 from blockdraft.engine.adaptive.policy import MAX_CREDIT, HybridController
 from blockdraft.engine.adaptive.policy import controller as make_controller
 from blockdraft.engine.runner import Outcome

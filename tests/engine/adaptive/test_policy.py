@@ -31,7 +31,7 @@ from simulation import (
 from thinned import LONG, thinned
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.engine.adaptive.costs import Costs
+from blockdraft.decode.step_time import Costs
 from blockdraft.engine.adaptive.policy import HOLD, MAX_CREDIT, TRIAL_SHARE, Controller
 from blockdraft.engine.request import Request
 from blockdraft.engine.runner import Outcome

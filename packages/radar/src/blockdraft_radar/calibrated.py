@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.engine.adaptive.costs import Costs, Pair, of_target
+from blockdraft.decode.step_time import Costs
+from blockdraft.engine.adaptive.costs import Pair, of_target
 from blockdraft.errors import UsageError
 from blockdraft.models import Model, PublishedDrafter, bundled_drafter, known, model_of, pulled
 from blockdraft.models.catalogue import BUNDLED

@@ -8,6 +8,7 @@ from functools import cache
 from statistics import median
 from typing import Literal
 
+from blockdraft.decode.step_time import block_tokens
 from blockdraft.drafters import DraftCost, entries
 from blockdraft.errors import UsageError
 from blockdraft.models import PublishedDrafter, catalogue
@@ -86,23 +87,18 @@ class Tau:
         if block_size == self.block_size:
             return self.low, self.mid, self.high
         low, mid, high = (
-            expected(_acceptance_prob(tau, self.block_size), block_size) for tau in (self.low, self.mid, self.high)
+            block_tokens(_acceptance_prob(tau, self.block_size), block_size) for tau in (self.low, self.mid, self.high)
         )
         return low, mid, high
 
 
-def expected(acceptance_prob: float, block_size: int) -> float:
-    """Return tau for an acceptance probability a per draft token: 1 + a + a^2 + ... up to the end of the block."""
-    return block_size if acceptance_prob == 1 else (1 - acceptance_prob**block_size) / (1 - acceptance_prob)
-
-
 @cache
 def _acceptance_prob(tau: float, block_size: int) -> float:
-    """Invert `expected` by bisection."""
+    """Invert `block_tokens` by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected(middle, block_size) < tau else (low, middle)
+        low, high = (middle, high) if block_tokens(middle, block_size) < tau else (low, middle)
     return low
 
 
@@ -150,7 +146,7 @@ def tau_of(drafter: PublishedDrafter | None, task: str) -> Tau:
         or _acceptance_probs(DEFAULT_KIND, task)
         or _acceptance_probs(DEFAULT_KIND, "mean")
     )
-    low, mid, high = (expected(prob, size) for prob in (probs[0], median(probs), probs[-1]))
+    low, mid, high = (block_tokens(prob, size) for prob in (probs[0], median(probs), probs[-1]))
     return Tau(low, mid, high, size, "like it")
 
 

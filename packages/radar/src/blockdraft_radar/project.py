@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from blockdraft.decode.step_time import CONTEXT, Costs
 from blockdraft.drafters import DraftCost
-from blockdraft.engine.adaptive.costs import CONTEXT, Costs
 from blockdraft.errors import UsageError
 from blockdraft.models import PublishedDrafter
 from blockdraft_radar.devices import Machine
@@ -214,22 +214,13 @@ class _Choice:
 
 def _seconds(step: Roofline, costs: Costs | None, size: int, cost: DraftCost | None = None) -> float:
     """Return the seconds of a step over `size` tokens per sequence. It drafts if the cost of a drafter is given."""
-
-    def roofline(step: Roofline) -> float:
-        drafting = 0.0 if cost is None else step.draft(cost, size) + step.constant.draft_ms / 1e3
-        return step.forward(size) + drafting
-
+    seconds = step.seconds(size, cost)
     if costs is None:
-        return roofline(step)
-    short = replace(step, context=CONTEXT)
-    plain = costs.plain_step(step.batch)
-    if cost is None:
-        measured = plain
-    elif costs.knows(tree=False):
-        measured = costs.drafted_steps(step.batch, size - 1, tree=False)[-1]
-    else:
-        measured = plain * roofline(short) / short.forward(1)
-    return measured * roofline(step) / roofline(short)  # measured at a short context
+        return seconds
+    short = replace(step, context=CONTEXT)  # of the measured steps
+    if cost is not None and costs.knows(tree=False):
+        return costs.drafted_steps(step.batch, size - 1, tree=False)[-1] * seconds / short.seconds(size, cost)
+    return costs.plain_step(step.batch) * seconds / short.seconds(1)
 
 
 def _choose(

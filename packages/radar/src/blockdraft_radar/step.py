@@ -194,13 +194,15 @@ class Roofline:
         overhead = self.constant.layer_us + (LINK_US if self.machine.count > 1 else 0.0)
         return layers * (EAGER_US if self.eager and self.machine.kind != "cpu" else overhead) / 1e6
 
-    def forward(self, size: int) -> float:
-        """Return the seconds of a forward pass."""
+    def seconds(self, size: int, cost: DraftCost | None = None) -> float:
+        """Return the seconds of a step: a forward pass, and drafting if the cost of a drafter is given."""
         shape, constant = self.shape, self.constant
         overhead = self._overhead(shape.layers) + constant.step_ms / 1e3 + self.batch * constant.text_us / 1e6
         if shape.experts:
             overhead += shape.layers * constant.expert_us / 1e6
         overhead += shape.recurrent_layers * (size - 1) * constant.recurrent_us / 1e6
+        if cost is not None:
+            overhead += self.draft(cost, size) + constant.draft_ms / 1e3
         return self._overlapped(self.memory_seconds(size), self.arithmetic_seconds(size)) + overhead
 
     def draft(self, cost: DraftCost, size: int) -> float:

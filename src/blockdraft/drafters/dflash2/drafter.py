@@ -15,7 +15,8 @@ from blockdraft.decode.distributions import best_tokens, probabilities
 from blockdraft.decode.drafting import log_probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, TreePlan, chain, chain_q
 from blockdraft.decode.sampling import draw
-from blockdraft.decode.tree import best_count, lattice_tree
+from blockdraft.decode.step_time import best_count
+from blockdraft.decode.tree import lattice_tree
 from blockdraft.drafters.base import DrafterSpec
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from blockdraft.decode.drafting import draft_chain, log_probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, chain
-from blockdraft.decode.tree import best_count, best_of
+from blockdraft.decode.step_time import best_count
+from blockdraft.decode.tree import best_of
 from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, check_borrowed, filled_network, read_fitting
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import find_layout

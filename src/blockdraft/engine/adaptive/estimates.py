@@ -7,11 +7,11 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from blockdraft.decode.step_time import Points, chain_tokens, interpolated
 from blockdraft.engine.request import Request
 from blockdraft.machine import OtherWork
 
@@ -64,14 +64,14 @@ class Acceptance:
 
     def chain_tokens(self) -> list[float]:
         """Return the expected tokens of a step by draft tokens in its chain, from 0 on."""
-        self._chain_tokens = list(accumulate(accumulate(self._rates(), mul), initial=1.0))
+        self._chain_tokens = chain_tokens(self._rates())
         return self._chain_tokens
 
     def upper_bounds(self) -> list[float]:
         """Return `chain_tokens` at acceptance rates two standard errors higher. It rises as evidence fades."""
         rate = self._all_accepted / self._all_reached
         error = 2 * math.sqrt(rate * (1 - rate) / self._all_reached)
-        return list(accumulate(accumulate((min(rate + error, 1.0) for rate in self._rates()), mul), initial=1.0))
+        return chain_tokens(min(rate + error, 1.0) for rate in self._rates())
 
     def _rates(self) -> list[float]:
         """Return the acceptance rate by position. Positions with little evidence borrow from the others."""
@@ -189,10 +189,9 @@ class StepTimes:
 
     Other work on the machine delays steps and never makes one faster. So the estimate of a size is the lower quartile
     of its recent times, and slow times count less once a fast one shows that they were stalls. If a size that runs most
-    of the time becomes faster or slower, the other sizes are expected to change by the same factor. If it
-    took twice its least time and no longer does, other work has ended, and all sizes are expected to take their least
-    times again. Sizes that
-    have not run are corrected like their neighbors.
+    of the time becomes faster or slower, the other sizes are expected to change by the same factor. If it took twice
+    its least time and no longer does, other work has ended, and all sizes are expected to take their least times again.
+    Sizes that have not run are corrected like their neighbors.
 
     Lists are by entry: entry 0 is a step without a draft, entry 1 + i one with `sizes[i]` draft tokens per sequence.
     The lists are short, so plain loops take a third of numpy's time.
@@ -247,11 +246,7 @@ class StepTimes:
 
     def at(self, seconds: Sequence[float], num_draft_tokens: float | None) -> float:
         """Interpolate `seconds` at a number of draft tokens."""
-        entry = 0 if num_draft_tokens is None else bisect(self._sizes, num_draft_tokens)
-        if num_draft_tokens is None or entry == len(self._sizes):
-            return seconds[entry]
-        low, high = self._sizes[entry - 1 : entry + 1]
-        return seconds[entry] + (num_draft_tokens - low) / (high - low) * (seconds[entry + 1] - seconds[entry])
+        return seconds[0] if num_draft_tokens is None else interpolated(num_draft_tokens, self._sizes, seconds[1:])
 
     def curve(self, seconds: Sequence[float], last: int) -> list[float]:
         """Return seconds by draft tokens, one by one, up to the size of entry `last`."""
@@ -320,7 +315,7 @@ class StepTimes:
                 size.quiet = [*size.quiet, *size.undecided][-RECENT:]
             size.undecided = []
 
-    def learned(self) -> tuple[float, tuple[tuple[int, float], ...]] | None:
+    def learned(self) -> tuple[float, Points] | None:
         """Return the seconds without a draft, and those of each size that has run, in steps that nothing disturbed.
 
         None before the first such step.
@@ -328,9 +323,8 @@ class StepTimes:
         estimates = {entry: _lower_quartile(size.quiet) for entry, size in enumerate(self._entries) if size.quiet}
         if not estimates:
             return None
-        plain, *seconds = (a * b for a, b in zip(self._prior, self._correction(estimates), strict=True))
-        points = ((entry, size, time) for entry, (size, time) in enumerate(zip(self._sizes, seconds, strict=True), 1))
-        return plain, tuple((size, time) for entry, size, time in points if entry in estimates)
+        plain = self._prior[0] * self._correction(estimates)[0]
+        return plain, tuple((self._sizes[entry - 1], seconds) for entry, seconds in estimates.items() if entry)
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:

@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from blockdraft.decode.proposal import ChainPlan, DraftTurn, HybridPlan, Plan
+from blockdraft.decode.step_time import UNKNOWN, Costs, Points
 from blockdraft.drafters import Drafter
-from blockdraft.engine.adaptive.costs import Costs, prior
 from blockdraft.engine.adaptive.estimates import Acceptance, Slowdown, StepTimes
 from blockdraft.engine.request import Request
 from blockdraft.engine.runner import Outcome
@@ -113,7 +113,7 @@ class Controller:
         self.automatic = self._block_size > 1 and drafting.automatic  # whether the policy decides anything
         chooses = drafter.chooses_tree_size if self._tree else drafter.chooses_length
         self._drafter_chooses = self.automatic and chooses
-        self.costs, self._now = cache(lambda: load_costs(drafter)), now
+        self.costs, self._now = cache(lambda: load_costs(drafter) or UNKNOWN), now
         most = self.max_draft_tokens if self._drafter_chooses else min(self.max_draft_tokens, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
         self._times: dict[int, StepTimes] = {}  # by binary logarithm of the batch size, in halves
@@ -262,13 +262,13 @@ class Controller:
     def learned(self) -> Iterator[tuple[Drafter, Costs]]:
         """Yield each drafter with the costs of its steps, as far as they were learned while nothing else ran."""
         self._slowdown.check()
-        learned = {round(2 ** (size / 2)): times.learned() for size, times in sorted(self._times.items())}
-        known = {size: costs for size, costs in learned.items() if costs is not None}
+        known: dict[int, tuple[float, Points, Points]] = {}
+        for size, times in self._times.items():
+            if learned := times.learned():
+                plain, points = learned
+                known[round(2 ** (size / 2))] = (plain, (), points) if self._tree else (plain, points, ())
         if known:
-            plain, points = zip(*known.values(), strict=True)
-            none = ((),) * len(known)
-            chain, tree = (none, points) if self._tree else (points, none)
-            yield self._drafter, Costs(tuple(known), plain, chain, tree, self._now())
+            yield self._drafter, Costs.of(known, self._now())
 
     def _max_depth(self, request: Request) -> int:
         """Return the most draft tokens on a path that can be of use to a request."""
@@ -340,8 +340,9 @@ class Controller:
         """Return the times at a batch size. A new size begins with what was learned of the nearest one."""
         size = round(2 * math.log2(batch_size))
         if size not in self._times:
-            plain, curve = prior(self.costs(), round(2 ** (size / 2)), self.max_draft_tokens, self._tree)
-            seconds = [plain, *(curve[count] for count in self._sizes)]
+            costs, rounded = self.costs(), round(2 ** (size / 2))
+            curve = costs.drafted_steps(rounded, self.max_draft_tokens, self._tree)
+            seconds = [costs.plain_step(rounded), *(curve[count] for count in self._sizes)]
             if self._times:
                 self.credit = min(self.credit + NEW_SIZE_CREDIT, MAX_CREDIT)
                 factors = self._times[min(self._times, key=lambda other: abs(other - size))].correction()
@@ -370,16 +371,10 @@ class HybridController(Controller):
     ) -> None:
         super().__init__(drafter, drafting, lambda drafter: None, now, max_auto_budget)
         chains = replace(drafting, block_size="auto", tree_budget=0)
+        settings = [drafting if part.chooses_tree_size else chains for part in drafter.parts]
         self.members = [
-            Controller(
-                part,
-                drafting if part.chooses_tree_size else chains,
-                load_costs,
-                now,
-                max_auto_budget,
-                self._slowdown,
-            )
-            for part in drafter.parts
+            Controller(part, own, load_costs, now, max_auto_budget, self._slowdown)
+            for part, own in zip(drafter.parts, settings, strict=True)
         ]
         self._free = [index for index, part in enumerate(drafter.parts) if not part.runs_network]
 

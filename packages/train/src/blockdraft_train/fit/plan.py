@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from blockdraft.decode.step_time import block_tokens
 from blockdraft.errors import counted
 from blockdraft.nn.draft_config import default_target_layers
 from blockdraft_train.complaints import Complaints
@@ -130,7 +131,7 @@ def expected_speedup(variant: str, speeds: Mapping[str, Speeds]) -> float:
     rates = {name: speed.tokens[-1] / speed.seconds[-1] for name, speed in speeds.items()}
     learned = (rates[variant] / max(rates.values())) ** Default.RATE_POWER
     correct = 1 - 1 / max(Default.TAU * fit_gains()[variant] * float(learned), 1.01)
-    return max((1 - correct**size) / (1 - correct) / cost for size, cost in speeds[variant].step_costs.items())
+    return max(block_tokens(correct, size) / cost for size, cost in speeds[variant].step_costs.items())
 
 
 @dataclass
