@@ -67,7 +67,7 @@ ROOT = Path(__file__).parents[1]
 EXCEPTIONS = {
     "blockdraft.cli.generate": "diffusion generates like `generate`, with the same options for prompts",
     "blockdraft.drafters.dflash.drafter": "flow maps are DFlash with other passes",
-    "blockdraft.engine.adaptive.costs": "bench measures the step times of this machine, and Radar and fit read them",
+    "blockdraft.engine.adaptive.costs": "bench and fit time steps with `Probe`, and Radar reads stored step times",
     "blockdraft.engine.kv_slots": "Radar plans memory as the engine does",
     "blockdraft.kernels.cpu.build": "Radar asks whether kernels are compiled for this machine",
 }

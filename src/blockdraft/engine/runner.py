@@ -356,7 +356,7 @@ class Runner:
         if not beside_sampled:
             seconds = plan.step_seconds
             if seconds is None or len(seconds) <= most:
-                node = NODE_CPU if self.target.device.type == "cpu" else NODE
+                node = NODE_CPU if self.target.device.type == "cpu" else NODE  # a plain step has one per row
                 seconds = assumed_steps(rows, most, 0.0, node / (1 + node * (rows - 1)))
             most = best_count([acceptance_probs for _, acceptance_probs in drafts], seconds)
         return [tokens[:most] for tokens, _ in drafts]
