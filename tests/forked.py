@@ -21,6 +21,12 @@ MODULES = [
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
+def process(function: Callable[..., None], *arguments: object) -> multiprocessing.context.ForkServerProcess:
+    """Return a process for this function, which is not started."""
+    CONTEXT.set_forkserver_preload(MODULES)
+    return CONTEXT.Process(target=function, args=arguments, daemon=True)
+
+
 class Command:
     """A running `blockdraft` command.
 
@@ -31,9 +37,7 @@ class Command:
     """
 
     def __init__(self, *words: object, stderr: str | Path = os.devnull, more: Mapping[str, str] | None = None) -> None:
-        CONTEXT.set_forkserver_preload(MODULES)
-        arguments = [*map(str, words)], os.environ | dict(more or {}), str(stderr)
-        self._process = CONTEXT.Process(target=_run, args=arguments, daemon=True)
+        self._process = process(_run, [*map(str, words)], os.environ | dict(more or {}), str(stderr))
         self._process.start()
 
     def is_alive(self) -> bool:

@@ -6,6 +6,7 @@ folders there. What is not run stands in `NOT_RUN`, with the reason.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import blockdraft
 from blockdraft import cli
@@ -329,19 +330,24 @@ def test_the_page_has_the_settings_of_the_docs() -> None:
     assert [key for key in sorted(keys) if key not in page] == []
 
 
+def copied(folder: Path, place: Path) -> None:
+    """Copy a folder as links to its files, which no command changes."""
+    shutil.copytree(folder, place, copy_function=os.symlink)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None, own_cache: Path) -> Path:
     """A working folder with what the docs name: the bundled pair as models, and some chats."""
     for name in ("Qwen/Qwen3-8B", "TARGET"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copytree(PAIR / "target", tmp_path / name)
+        copied(PAIR / "target", tmp_path / name)
     base = tmp_path / "openai-community/gpt2"  # one without a chat template
-    shutil.copytree(PAIR / "target", base)
+    copied(PAIR / "target", base)
     (base / "chat_template.jinja").unlink()
     (tmp_path / "book.txt").write_text("\n\n".join(CHATS))
     for name in ("checkpoints/Qwen3-8B-DFlash-b16", "DRAFTER"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copytree(PAIR / "drafter", tmp_path / name)
+        copied(PAIR / "drafter", tmp_path / name)
     lines = "".join(json.dumps({"turns": [text]}) + "\n" for text in CHATS)
     for name in ("chats.jsonl", "gsm8k.jsonl", "humaneval.jsonl"):
         (tmp_path / name).write_text(lines)
@@ -373,17 +379,14 @@ def runnable(page: str) -> list[tuple[Block, list[Command]]]:
     return found
 
 
-def names_of_examples() -> dict[str, Any]:
-    target = blockdraft.load_target()
-    assert target.tokenizer is not None
-    inputs = target.tokenizer(CHATS[0], return_tensors="pt")
-    base_model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32")
-    return {
-        "tokenizer": target.tokenizer,
-        "inputs": inputs,
-        "input_ids": inputs["input_ids"],
-        "base_model": base_model,
-    }
+def names_of_examples(text: str) -> dict[str, Any]:
+    """Return what the Python blocks of this text take for granted."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    inputs = tokenizer(CHATS[0], return_tensors="pt")
+    names = {"tokenizer": tokenizer, "inputs": inputs, "input_ids": inputs["input_ids"]}
+    if "base_model" in text:
+        names["base_model"] = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32")
+    return names
 
 
 @pytest.mark.slow
@@ -393,7 +396,8 @@ def test_blocks_run(
     page: str, folder: Path, standard_input: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of a page in order, Python blocks in one namespace, with the names that they take for granted."""
-    names = names_of_examples() if any(block.language == "python" for block, _ in runnable(page)) else {}
+    python = [block.text for block, _ in runnable(page) if block.language == "python"]
+    names = names_of_examples("".join(python)) if python else {}
     for number, (block, commands) in enumerate(runnable(page)):
         if block.language == "python":
             exec(compile(block.text, page, "exec"), names)

@@ -79,7 +79,7 @@ def test_drafting_pays(engine: blockdraft.Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [16, pytest.param(None, id="all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [8, pytest.param(None, id="all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["gsm8k", "humaneval"])
 def test_benchmark_prompts(engine: blockdraft.Engine, plain: blockdraft.Engine, name: str, count: int | None) -> None:
     """The first 96 tokens of each; `recipes/tiny/measure.py` compares whole answers."""

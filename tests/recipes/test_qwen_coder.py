@@ -441,7 +441,7 @@ def test_responses_and_training_by_the_clock(
     options = ("--inputs", inputs, "--target", tiny_target_dir, "--init", tiny_eagle3_dir, "--out", out)
     options += ("--device", "cpu", "--rows", 4, "--documents", 20, "--held-out", 2, "--batch", 2, "--anchors", 16)
     began = time.monotonic()
-    run("on_gpu", *options, "--respond", 3, "--train", 3)
+    run("on_gpu", *options, "--respond", 2, "--train", 2)
     assert time.monotonic() - began < 60
     documents = list(recipe.on_gpu.read_documents(out / "responses.npz"))
     assert len(documents) > 3 and all(document.supervised.any() for document in documents)

@@ -70,7 +70,7 @@ def test_constants_are_fitted_to_what_was_measured() -> None:
     row = "device = '{}'\nmodel = '{}'\nweights = 'bf16'\ncontext = 512\nbatch = 1\ntask = 'mean'\nmethod = 'plain'\n"
     pairs = [
         (device, model)
-        for device in ("RTX 4090", "RTX 3090", "RTX 5090", "RTX 4080")
+        for device in ("RTX 4090", "RTX 3090", "RTX 5090")
         for model in ("qwen2.5-7b", "llama-3.2-3b", "qwen3-4b", "qwen2.5-3b")
     ]
     text = "".join(

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -243,9 +244,8 @@ def record_and_wait(folder: Path, target_dir: Path, ready: "multiprocessing.sync
 def test_a_killed_process_loses_no_finished_request(
     target: Target, tiny_target_dir: Path, make_recorder: Callable[..., ConversationRecorder], tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    process = context.Process(target=record_and_wait, args=(tmp_path / "record", tiny_target_dir, ready))
+    ready = forked.CONTEXT.Event()
+    process = forked.process(record_and_wait, tmp_path / "record", tiny_target_dir, ready)
     process.start()
     assert ready.wait(60)
     process.kill()

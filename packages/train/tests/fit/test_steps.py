@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 from command_line import commands_of
@@ -145,23 +145,22 @@ def test_a_command_gets_the_signal_and_saves(command: Command, tmp_path: Path) -
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def run_a_step(folder: Path) -> None:
+    sys.executable = str(folder / "sleep.sh")
+    run_steps([Step("x", ("x",), 1.0)], folder, print)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a child learns of its parent's end on Linux only")
 def test_no_command_outlives_the_fit(tmp_path: Path) -> None:
     """Killed, the fit takes its command along."""
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from blockdraft_train.fit.steps import Step, run_steps\n"
-        f"sys.executable = {str(tmp_path / 'sleep.sh')!r}\n"
-        f"run_steps([Step('x', ('x',), 1.0)], Path({str(tmp_path)!r}), print)\n"
-    )
     (tmp_path / "sleep.sh").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
     (tmp_path / "sleep.sh").chmod(0o755)
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
+    process = forked.process(run_a_step, tmp_path)
+    process.start()
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
         time.sleep(0.05)
     child = psutil.Process(int((tmp_path / "pid").read_text()))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     child.wait(10)
