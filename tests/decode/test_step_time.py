@@ -43,7 +43,8 @@ def test_newer_costs_take_the_place_of_older_ones() -> None:
 
 def test_steps_of_which_nothing_is_known_are_assumed_to_take_longer_with_each_draft_token() -> None:
     ratios = assumed_steps(4, 3)
-    assert ratios == sorted(ratios) and ratios[0] > 1
+    assert 1 < ratios[0] < ratios[1]
+    assert ratios[3] - ratios[0] == pytest.approx(4 * (assumed_steps(1, 3)[3] - assumed_steps(1, 3)[0]))
     assert UNKNOWN.plain_step(9) == 1.0 and UNKNOWN.drafted_steps(4, 3, tree=True) == ratios
     plain = Costs((1, 4), (10.0, 16.0), ((), ()), ((), ()))
     assert plain.drafted_steps(4, 3, tree=False) == [16.0 * ratio for ratio in ratios]
