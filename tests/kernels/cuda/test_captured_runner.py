@@ -107,7 +107,7 @@ def test_answers_are_those_of_an_eager_engine(
 @pytest.mark.parametrize(
     "name", [pytest.param("tiny_eagle3_dir", marks=pytest.mark.slow), pytest.param("tiny_mtp_dir", marks=LONG)]
 )
-def test_compiled_chains(request: pytest.FixtureRequest, name: str, tiny_target_dir: Path) -> None:
+def test_compiled_chains(backend: None, request: pytest.FixtureRequest, name: str, tiny_target_dir: Path) -> None:
     torch.compiler.reset()
     counters.clear()
     recorder, compiler = Recorder(), Compiler(CPU, in_background=False)
@@ -124,7 +124,7 @@ def test_compiled_chains(request: pytest.FixtureRequest, name: str, tiny_target_
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_chains_go_without_graphs_while_a_thread_compiles(
-    rows: int, tiny_target_dir: Path, tiny_eagle3_dir: Path
+    backend: None, rows: int, tiny_target_dir: Path, tiny_eagle3_dir: Path
 ) -> None:
     torch.compiler.reset()
     counters.clear()

@@ -14,6 +14,8 @@ from captured_forwards import Recorder, assert_same, scores, target_of
 from thinned import LONG
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 from blockdraft.decode.proposal import chain_parents
@@ -61,17 +63,25 @@ def test_logits_are_those_of_uncompiled_forwards(small_buckets: None, name: str)
 
 
 @torch.no_grad()
-def test_draft_passes_write_in_place(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+@pytest.mark.parametrize("runs", [False, pytest.param(True, marks=LONG)])
+def test_draft_passes_write_in_place(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch, runs: bool
+) -> None:
+    if not runs:  # the C++ is written, but not compiled, which takes longer than all else
+        monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *args: lambda *given: None)
     target: Any = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
     target.executor = CapturedDecoder(target.decoder, Recorder(), Compiler(CPU, in_background=False))
     run = cast("Any", load_drafter(tiny_drafter_dir, target=target)).runner
     config = run.config
     heads, layers = 2 * config.num_key_value_heads, config.num_hidden_layers
     stores = torch.zeros(layers, 1, heads, 40, config.head_dim)[:, :, :, :32].unbind(0)
-    _, [code] = run_and_get_code(run.compiled_pass, torch.ones(1, 5, config.hidden_size), torch.tensor([3]), *stores)
+    with inductor.patch(fx_graph_cache=False):
+        _, [code] = run_and_get_code(
+            run.compiled_pass, torch.ones(1, 5, config.hidden_size), torch.tensor([3]), *stores
+        )
     copied = re.findall(rf"empty_strided_cpu\(\(1, \d+, s\d+, {config.head_dim}\)", code)
     assert not copied, "the memory of keys and values is copied"
-    assert all(store.count_nonzero() for store in stores)
+    assert not runs or all(store.count_nonzero() for store in stores)
 
 
 def test_launches_of_a_layer() -> None:
@@ -89,7 +99,7 @@ def test_launches_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_forwards_go_on_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_forwards_go_on_while_a_thread_compiles(backend: None, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     begin = threading.Event()
     compile_in_thread = Compiler.compile
 
@@ -192,7 +202,9 @@ def test_answers_are_those_of_an_uncompiled_engine(
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_draft_passes_are_those_of_an_uncompiled_drafter(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_draft_passes_are_those_of_an_uncompiled_drafter(
+    backend: None, tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
     actual, recorder = [], Recorder()
     for capture in (False, True):
         target = load_target(tiny_target_dir, dtype="float32", device=CPU, backend="native", compile="off")
