@@ -182,7 +182,7 @@ def surprise(folder: Path, drafting: Drafting, rows: int, rules: Callable[[], No
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", [Drafting(None, sampled=True), Drafting(None)], ids=["sampled", "chosen"])
 def test_answers_have_the_masked_distribution(tmp_path: Path, drafting: Drafting) -> None:
-    assert abs(surprise(tmp_path, drafting, 4000, NotTwice)) < NOISE
+    assert abs(surprise(tmp_path, drafting, 2000, NotTwice)) < NOISE
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_a_distribution_that_is_not_normalised_is_noticed(tmp_path: Path, monkey
         return probs
 
     monkeypatch.setattr(Distributions, "probs", unnormalised)
-    assert surprise(tmp_path, Drafting(None, sampled=True), 4000, NotTwice) > 2 * NOISE
+    assert surprise(tmp_path, Drafting(None, sampled=True), 2000, NotTwice) > 2 * NOISE
 
 
 def test_a_complete_grammar_lets_the_end_follow_alone(target: Target) -> None:

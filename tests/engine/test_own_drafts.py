@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_model
+from thinned import LONG
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from blockdraft.decode.merging import put_first
@@ -194,7 +195,7 @@ def test_predictions_of_others_do_not_change_sampled_draft_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("others", "budget"), [("", 0), ("lookup+", 12)])
+@pytest.mark.parametrize(("others", "budget"), [pytest.param("", 0, marks=LONG), ("lookup+", 12)])
 def test_sampled_draft_tokens_beside_predictions_have_the_distribution_of_the_target(
     tmp_path: Path, others: str, budget: int
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_model
+from thinned import LONG
 from transformers import LlamaForCausalLM
 
 from blockdraft.drafters import load_drafter
@@ -36,7 +37,7 @@ def write_flow(folder: Path, steps: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "budget", "flow"),
-    [("", 0, False), ("lookup+", 0, False), ("lookup+", 12, False), ("", 0, True)],
+    [("", 0, False), pytest.param("lookup+", 0, False, marks=LONG), ("lookup+", 12, False), ("", 0, True)],
     ids=["alone", "chain", "tree", "flow map"],
 )
 def test_answers_with_sampled_draft_tokens_have_the_distribution_of_the_target(

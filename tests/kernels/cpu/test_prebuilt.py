@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from thinned import LONG
 
 from blockdraft.kernels.cpu import prebuilt, sources
 from blockdraft.kernels.cpu.build import Build
@@ -185,20 +186,29 @@ def test_other_kinds_have_none(
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in LEVELS or shutil.which("gcc") is None, reason="not where wheels are made")
-@pytest.mark.parametrize("inputs", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("inputs", "every"),
+    [(torch.bfloat16, False), *(pytest.param(each, True, marks=LONG) for each in (torch.bfloat16, torch.float32))],
+)
 def test_what_is_made_is_found_and_all_levels_compute_the_same(
     tmp_path: Path,
     constants: Callable[..., None],
     set_processor_flags: Callable[[Collection[str]], None],
     inputs: torch.dtype,
+    every: bool,
 ) -> None:
+    """Of `every` level, or of those that run here and one that does not."""
     dtypes = torch.bfloat16, inputs, torch.bfloat16
     constants(sources, FLAGS=("-O0", *sources.FLAGS[1:]))  # compiles in a third of the time
     constants(prebuilt, DTYPES=[dtypes], FOLDER=tmp_path / "libraries")
+    machine, flags = platform.machine(), {*processor_flags(), "sse4a"}  # which tells AMD's, and is not used
+    here = runs(machine, flags)
+    levels = (
+        LEVELS[machine] if every else [*here, *(each for each in LEVELS[machine] if each not in here)][: len(here) + 1]
+    )
+    constants(prebuilt, LEVELS={machine: levels})
     make("gcc", tmp_path / "libraries")
-    levels = LEVELS[platform.machine()]
     assert len(list((tmp_path / "libraries").iterdir())) == len(levels)
-    here = runs(platform.machine(), {*processor_flags(), "sse4a"})  # which tells AMD's, and is not used
     assert here, "this processor is too old for this test"
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(37, 41, generator=generator).bfloat16()
