@@ -206,7 +206,7 @@ def trees(target: Target) -> list[Tensor]:
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", thinned(MODELS, keep=6))
+@pytest.mark.parametrize("name", thinned(MODELS, keep=3, marks=LONG))
 def test_numbers_are_those_of_the_ordinary_forward(
     folders: dict[str, Path],  # noqa: F811
     name: str,
