@@ -136,7 +136,7 @@ def rows_of(name: str, sets: list[dict[str, Any]]) -> str:
 
 
 def drafter_card(folder: Path, figures: dict[str, Any], making: str) -> str:
-    config: DraftConfig = zlab.read_config(folder)
+    config: DraftConfig = zlab.read_checkpoint(folder)[0]
     sets: dict[str, Any] = figures["sets"]
     facts: dict[str, Any] = {
         "parameters": parameters(folder),

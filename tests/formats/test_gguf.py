@@ -2,6 +2,7 @@
 
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -32,7 +33,7 @@ def write(path: Path, kinds: dict[str, str], parts: int = 0) -> dict[str, torch.
     """Write matrices of these types by name, and return the numbers that the gguf package reads."""
     writer, actual = gguf.GGUFWriter(path, "llama", split_max_tensors=parts), {}
     writer.add_float32("llama.eps", 1e-6)
-    writer.add_array("words", ["a", "", "ü"])
+    writer.add_array("tokenizer.words", ["a", "", "ü"])
     writer.add_array("numbers", [1.5, -2.0])
     writer.add_array("flags", [True, False])
     writer.add_int64("far", -(2**40))
@@ -87,13 +88,13 @@ LAYOUTS = {
 
 
 @pytest.mark.skipif(not SMAPS.is_file(), reason="this system does not tell what is in memory")
-@pytest.mark.parametrize("channels", [None, torch.tensor([3, 1])])
-def test_what_was_read_leaves_memory(channels: torch.Tensor | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [None, torch.tensor([3, 1])])
+def test_what_was_read_leaves_memory(order: torch.Tensor | None, tmp_path: Path) -> None:
     """Pages around the tensor leave memory too; the system reads them at the same time."""
     path = tmp_path / "a.gguf"
     write(path, {f"x{number}": "F32" for number in range(40)})
     file = open_gguf(path)
-    file.tensors["x20"].read(channels)
+    replace(file.tensors["x20"], order=order).read()
     lines = SMAPS.read_text().splitlines()
     [place] = [number for number, line in enumerate(lines) if line.endswith(str(path))]
     assert next(line.split()[1] for line in lines[place:] if line.startswith("Rss:")) == "0"
@@ -137,14 +138,18 @@ def test_metadata(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", {"x": "F32"})
     actual = open_gguf(tmp_path / "a.gguf").metadata
     assert actual["general.architecture"] == "llama" and actual["llama.eps"] == 1e-6 and actual["far"] == -(2**40)
-    assert (actual["words"], actual["numbers"], actual["flags"]) == (["a", "", "ü"], [1.5, -2.0], [True, False])
+    assert (actual["tokenizer.words"], actual["numbers"], actual["flags"]) == (
+        ["a", "", "ü"],
+        [1.5, -2.0],
+        [True, False],
+    )
 
 
 def test_an_outline_is_read_again_once_the_file_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     write(path, {"x": "Q4_0"})
     whole, outline = open_gguf(path), gguf_outline(path)
-    assert outline.metadata.keys() == whole.metadata.keys() - {"words", "numbers", "flags"}
+    assert outline.metadata.keys() == whole.metadata.keys() - {"tokenizer.words"}
     assert gguf_outline(path) is outline
     write(path, {"x": "Q4_0", "y": "F32"})
     assert [*gguf_outline(path).tensors] == ["x", "y"]

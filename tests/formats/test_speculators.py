@@ -12,8 +12,9 @@ from torch import Tensor
 from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.drafters.dspark.network import DSparkConfig
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, speculators, zlab
+from blockdraft.formats import Borrowed, Checkpoint, DrafterTarget, layout_of, read_config, speculators, zlab
 from blockdraft.formats.architectures import tensor_shapes
+from blockdraft.formats.folder import read_folder
 from blockdraft.formats.speculators import LAYOUT, config_dict, parse_config
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
@@ -39,7 +40,7 @@ TARGET = DrafterTarget("some/target", ("Qwen3ForCausalLM",))
 
 
 def read_checkpoint(path: Path, num_layers: int) -> tuple[Any, Any, Borrowed]:
-    read = LAYOUT.read(path, DrafterTarget(num_layers=num_layers))
+    read = read_folder(path, LAYOUT, DrafterTarget(num_layers=num_layers))
     assert read.borrowed is not None
     return read.config, read.tensors, read.borrowed
 
@@ -246,9 +247,9 @@ def test_read_takes_what_newer_releases_leave_to_the_target(tmp_path: Path) -> N
 
 def test_both_formats_know_each_others_folders(tmp_path: Path) -> None:
     write(tmp_path / "draft")
-    assert speculators.recognises(tmp_path / "draft")
+    assert layout_of(read_config(tmp_path / "draft")) is LAYOUT
     zlab.write_checkpoint(tmp_path / "draft", CONFIG, tensors_of(CONFIG))
-    assert not speculators.recognises(tmp_path / "draft")
+    assert layout_of(read_config(tmp_path / "draft")) is zlab.LAYOUT
     write(tmp_path / "draft")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()

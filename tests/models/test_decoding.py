@@ -15,6 +15,7 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
+from blockdraft.formats.stored import dense
 from blockdraft.formats.zlab import write_checkpoint
 from blockdraft.models import known
 from blockdraft.models.pull import pull
@@ -23,7 +24,7 @@ from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.quantization import quantize_inputs
 from blockdraft.targets import Target, decoder_config, load_target
 from blockdraft.targets.gguf.config import gguf_config
-from blockdraft.targets.gguf.tensors import decoder_weights, dense, fitted
+from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import Drafting, SamplingParams
 

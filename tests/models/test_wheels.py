@@ -35,4 +35,4 @@ def test_what_is_pulled_is_what_the_catalogue_says(name: str, tmp_path: Path, mo
     )
     assert report.wanted is not None and report.reason is None
     assert getattr(config, "sliding_window", None) == model.sliding_window
-    assert sum(report.kinds.values()) == model.parameters
+    assert sum(report.weights.kinds.values()) == model.parameters

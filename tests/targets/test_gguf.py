@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -448,10 +449,9 @@ def test_matrices_packed_from_the_file_are_those_packed_by_torch(
     for name, rows, kind in zip("ab", (32, 48), kinds, strict=True):
         writer.add_tensor(name, random_blocks(kind, (rows, 512), rows), raw_dtype=GGMLQuantizationType[kind])
     finish(writer)
-    weights = GGUFWeights(
-        dict(open_gguf(tmp_path / "m.gguf").tensors),
-        {"b": torch.randperm(48, generator=torch.Generator().manual_seed(48))},
-    )
+    tensors = dict(open_gguf(tmp_path / "m.gguf").tensors)
+    tensors["b"] = replace(tensors["b"], order=torch.randperm(48, generator=torch.Generator().manual_seed(48)))
+    weights = GGUFWeights([], tensors)
     library = build(torch.float32, torch.float32, head_dim, integers=True).library()
     assert library is not None
     packed = weights.packed(["a", "b"], library)
@@ -472,7 +472,7 @@ def test_scales_of_mxfp4_are_exact(extremes: tuple[int, int], tmp_path: Path) ->
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("a", raw, raw_dtype=GGMLQuantizationType.MXFP4)
     finish(writer)
-    weights = GGUFWeights(dict(open_gguf(tmp_path / "m.gguf").tensors), {})
+    weights = GGUFWeights([], open_gguf(tmp_path / "m.gguf").tensors)
     library = build(torch.float32, torch.float32, 16, integers=True).library()
     assert library is not None
     packed = weights.packed(["a"], library)

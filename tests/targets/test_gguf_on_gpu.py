@@ -10,7 +10,8 @@ from gguf_models import model_of
 from gguf_writer import write_gguf
 from torch import Tensor
 
-from blockdraft.formats.gguf import dense, open_gguf
+from blockdraft.formats.gguf import open_gguf
+from blockdraft.formats.stored import dense
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.decode.proposal import chain
-from blockdraft.formats.stored import StoredTensor
+from blockdraft.formats.stored import MadeTensor, StoredTensor, TensorFiles
 from blockdraft.kernels.cpu import weight_cache
 from blockdraft.kernels.cpu.build import build
 from blockdraft.targets import Target, load_target, target_fingerprint, weights
@@ -100,9 +100,9 @@ def test_no_tensor_of_the_checkpoint_outlives_its_reading(
 ) -> None:
     own = shutil.copytree(tiny_target_dir, tmp_path / "own")  # targets of other tests may map the shared one
     monkeypatch.setenv(weight_cache.SWITCH, str(int(keep)))
-    matrices, most, kind = [], [0], weights.open_tensors
+    matrices, most, kind = [], [0], weights.open_folder
 
-    def watched(files: Any) -> dict[str, StoredTensor]:
+    def watched(path: Path) -> TensorFiles:
         def read(one: StoredTensor) -> Tensor:
             actual = one.tensor()
             if actual.ndim == 2:
@@ -110,12 +110,16 @@ def test_no_tensor_of_the_checkpoint_outlives_its_reading(
             most[0] = max(most[0], sum(ref() is not None for ref in matrices))
             return actual
 
-        return {
-            name: StoredTensor(one.shape, one.kind, lambda one=one: read(one))  # type: ignore[misc]
-            for name, one in kind(files).items()
-        }
+        opened = kind(path)
+        return TensorFiles(
+            opened.files,
+            {
+                name: MadeTensor(one.shape, one.kind, lambda one=one: read(one))  # type: ignore[misc]
+                for name, one in opened.tensors.items()
+            },
+        )
 
-    monkeypatch.setattr(weights, "open_tensors", watched)
+    monkeypatch.setattr(weights, "open_folder", watched)
     target = load(own, **way)
     gc.collect()
     assert matrices and not any(ref() is not None for ref in matrices)

@@ -189,7 +189,7 @@ def test_missing_or_unknown_weights(folder: Path) -> None:
         with pytest.raises(UsageError, match=f"1 tensors do not fit the configuration: {next(iter(wrong))}"):
             load_model(folder, "cpu")
     (folder / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(UsageError, match="are corrupt or cut short"):
+    with pytest.raises(UsageError, match="model.safetensors cannot be read: it is corrupt or cut short"):
         load_model(folder, "cpu")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"has no \*.safetensors"):

@@ -256,10 +256,12 @@ def read_fitting(path: Path, target: Target) -> Checkpoint:
     checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(checkpoint.config, **sizes)
+    if checkpoint.borrowed is not None:
+        _check_borrowed(path, checkpoint.borrowed, target)
     return checkpoint
 
 
-def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
+def _check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
     """Raise a UsageError if a checkpoint's copies of the target's weights come from another model.
 
     Rows of the embedding and columns of the head are sampled. A head with a draft vocabulary is not compared, because

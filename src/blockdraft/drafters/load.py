@@ -72,7 +72,7 @@ def _bundled_by_fingerprint() -> dict[str, Path]:
     """Map the fingerprint of each target to the drafter that was trained for it."""
     drafters = {}
     for path in [TINY_DRAFTER, *filter(None, map(bundled_drafter, catalogue()))]:
-        trained = gguf_trained(open_gguf(path)) if is_gguf(path) else Trained.read(read_config(path))
+        trained = gguf_trained(gguf_outline(path)) if is_gguf(path) else Trained.read(read_config(path))
         if trained.target is not None:
             drafters[trained.target] = path
     return drafters
@@ -157,7 +157,7 @@ def check_place(path: str | Path) -> None:
             folder = drafter_path(member)
             if not is_gguf(folder):
                 _read_folder(folder, member)
-            elif causal_lm(header := open_gguf(folder)) is None:
+            elif causal_lm(header := gguf_outline(folder)) is None:
                 kind_in(header)
 
 

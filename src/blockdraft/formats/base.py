@@ -111,8 +111,12 @@ class Layout(Protocol):
         """
         return None
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        """Read a folder. Raise a ValueError if it is incomplete or broken, or asks for something unsupported."""
+    def checkpoint(self, raw: Raw, config: Any, tensors: dict[str, Tensor]) -> Checkpoint:
+        """Return the drafter of a parsed config.json, its configuration, and all tensors, a dictionary to keep.
+
+        Raises:
+            ValueError: The tensors do not fit the configuration.
+        """
 
     def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         """Raise a ValueError if the layout cannot express this configuration."""

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import replaced
-from blockdraft.formats.base import layout_of
-from blockdraft.formats.stored import StoredTensor, check_floats, open_tensors, stored
+from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, layout_of
+from blockdraft.formats.stored import MadeTensor, StoredTensor, TensorFiles, check_floats, stored
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import MAPS
 from blockdraft.nn.draft_config import need
 from blockdraft.text_files import read_json, refuse_pointer
 
-PICKLED = "pytorch_model.bin"
+HEAD_TENSORS = "tensors of its MTP head"
+COPY_AGAIN = "Copy the model's files again, or use another drafter."
+WHOLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
 @contextmanager
@@ -35,7 +39,9 @@ def blaming(file: Path) -> Iterator[None]:
         except Exception:
             refuse_pointer(file)
             raise
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise UsageError(f"{file} cannot be read: it is corrupt or cut short ({error}); copy it again.") from error
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read ({error}); give another one, or copy it again.") from error
     except ValueError as error:
         raise UsageError(f"{file}: {error}") from error
@@ -52,36 +58,72 @@ def read_config(path: str | Path) -> Any:
         return read_json(file)
 
 
-def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
-    """Read all tensors of a folder onto the CPU. Files and errors as in `open_folder`."""
-    # Copied, so that freeing a tensor frees its memory; a mapped file would stay in memory.
-    return {name: tensor.tensor().clone() for name, tensor in open_folder(path, pickle).items()}
+def open_folder(
+    path: str | Path, pickle: str | None = None, prefix: str | tuple[str, ...] = "", without: str = ""
+) -> TensorFiles:
+    """Open the tensors of a folder without reading them.
 
+    They are in the files of the folder's index, else in model.safetensors, else in all files in safetensors, else in
+    the file `pickle`.
 
-def weight_files(path: str | Path, pickle: str = PICKLED) -> list[Path]:
-    """Return the safetensors files of a folder, or else the file `pickle` if it exists."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    return files or [file for file in [Path(path, pickle)] if file.is_file()]
-
-
-def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, StoredTensor]:
-    """Open all tensors of a folder's `weight_files`, by their names without a prefix `model.`.
+    Args:
+        pickle: Name of a file pickled by torch, which is read at once. None reads none.
+        prefix: Beginning of the names to open, or several. Files of an index without such tensors are not opened.
+        without: Beginning that names lose.
 
     Raises:
-        UsageError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
+        UsageError: A file is broken or holds more than tensors, or two hold the same tensor.
     """
+    folder, listed = Path(path), dict[str, str]()
+    if (folder / INDEX).is_file():
+        with blaming(folder / INDEX):
+            raw = read_json(folder / INDEX)
+            known = isinstance(raw, dict) and isinstance(raw.get("weight_map"), dict)
+            need(known, "weight_map", None, "an object; copy the file again")
+            listed = raw["weight_map"]
+    if (folder / WHOLE).is_file() and WHOLE not in listed.values():
+        files = [folder / WHOLE]
+    elif listed:
+        files = [folder / file for file in sorted({file for name, file in listed.items() if name.startswith(prefix)})]
+    else:
+        files = sorted(folder.glob("*.safetensors")) or [file for file in [folder / (pickle or "")] if file.is_file()]
     tensors: dict[str, StoredTensor] = {}
-    files = weight_files(path, pickle)
-    with blaming(Path(path, "config.json")):
-        need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
     for file in files:
         with blaming(file):
-            tensors_in_file = open_tensors([str(file)]) if file.suffix == ".safetensors" else _unpickled(file)
-            for name, tensor in tensors_in_file.items():
-                name = name.removeprefix("model.")
-                need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
-                tensors[name] = tensor
+            for name, tensor in (_opened if file.suffix == ".safetensors" else _unpickled)(file).items():
+                own, remedy = name.removeprefix(without), "in one file; keep one copy of the weights"
+                need(bool(listed) or own not in tensors, own, "a repeated tensor", remedy)
+                if name.startswith(prefix):
+                    tensors[own] = tensor
+    return TensorFiles(files, tensors)
+
+
+def open_drafter(path: str | Path, pickle: str = PICKLED) -> TensorFiles:
+    """Open the tensors of a drafter's folder by their names without `model.`. Arguments and errors as in `open_folder`.
+
+    Raises:
+        UsageError: The folder has no weights.
+    """
+    opened = open_folder(path, pickle, without="model.")
+    with blaming(Path(path, "config.json")):
+        need(len(opened.files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
+    return opened
+
+
+def _opened(file: Path) -> dict[str, StoredTensor]:
+    tensors = dict[str, StoredTensor]()
+    with safe_open(file, "pt") as shard:
+        for name in shard.keys():  # noqa: SIM118 (no dictionary)
+            header = shard.get_slice(name)
+            tensors[name] = MadeTensor(tuple(header.get_shape()), header.get_dtype(), partial(_read, file, name))
     return tensors
+
+
+def _read(file: Path, name: str) -> Tensor:
+    # Opened for each tensor, since tensors stay mapped while their file is open.
+    with safe_open(file, "pt") as shard:
+        tensor: Tensor = shard.get_tensor(name)
+        return tensor
 
 
 def _unpickled(file: Path) -> dict[str, StoredTensor]:
@@ -101,16 +143,35 @@ def _unpickled(file: Path) -> dict[str, StoredTensor]:
     return {name: stored(tensor) for name, tensor in content.items()}
 
 
+def read_folder(path: str | Path, layout: Layout, target: DrafterTarget = NO_TARGET) -> Checkpoint:
+    """Read a drafter. Raise a UsageError if it is incomplete or broken, or asks for something unsupported."""
+    raw, opened = read_config(path), open_drafter(path, layout.pickle).tensors
+    with blaming(Path(path, "config.json")):
+        config, _ = layout.config(raw, opened, target)
+    with blaming(Path(path)):
+        # Copied, so that freeing a tensor frees its memory; a mapped file would stay in memory.
+        tensors = {name: tensor.tensor().clone() for name, tensor in opened.items()}
+        return replace(layout.checkpoint(raw, config, tensors), trained=Trained.read(raw))
+
+
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
     """Raise a UsageError unless these are the expected tensors and shapes, and weights are floating-point numbers."""
     check_floats({name: stored(tensor) for name, tensor in tensors.items() if name not in MAPS})
+    check_shapes(expected, tensors)
+
+
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Tensor | StoredTensor],
+    what: str = "tensors",
+    remedy: str = "Use files that belong together.",
+) -> None:
+    """Raise a UsageError unless these are the expected tensors and shapes."""
     actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
     differences = "; ".join(f"{name}: expected {expected.get(name)}, found {actual.get(name)}" for name in wrong[:5])
     if wrong:
-        raise UsageError(
-            f"{len(wrong)} tensors do not fit the configuration: {differences}. Use files that belong together."
-        )
+        raise UsageError(f"{len(wrong)} {what} do not fit the configuration: {differences}. {remedy}")
 
 
 def with_rope_theta(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +217,7 @@ def write_folder(
         raw = {**raw, **trained.values()}
         try:
             if pickle is None:
-                save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
+                save_file(contiguous, new / WHOLE, metadata={"format": "pt"})
             else:
                 torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / pickle)
             (new / "config.json").write_text(json.dumps(with_rope_theta(raw), indent=2) + "\n", encoding="utf-8")

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
 from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, DrafterTarget, Layout, Raw
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import check_tensors, write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.vocabulary import in_order, kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import config_dict as zlab_config_dict
@@ -48,12 +49,6 @@ UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 def model_types() -> dict[str, Architecture]:
     """Return the architectures in this format by their `speculators_model_type`."""
     return {known.speculator.model_type: known for known in by_name().values() if known.speculator is not None}
-
-
-def recognises(path: str | Path) -> bool:
-    """Return whether a folder has this format."""
-    raw = read_config(path)
-    return isinstance(raw, Mapping) and "speculators_model_type" in raw
 
 
 def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftConfig, int]:
@@ -158,25 +153,22 @@ class Speculators(Layout):
         least = 1 + max((i for i in ids if type(i) is int), default=0) if isinstance(ids, list) else 1
         return parse_config(raw, target.num_layers or least)[0], target.num_layers is not None
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        raw = read_config(path)
-        with blaming(Path(path, "config.json")):
-            config, size = parse_config(raw, target.num_layers or 0)
-        tensors = {name: tensor for name, tensor in read_tensors(path).items() if name not in UNUSED}
-        with blaming(Path(path)):
-            reduced = size < config.vocab_size
-            optional = ("embed_tokens.weight",) if reduced else ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-            expected = _shapes(config, size)
-            check_tensors({n: s for n, s in expected.items() if n in tensors or n not in optional}, tensors)
-            kept = kept_tokens(tensors.pop("t2d", None), tensors.pop("d2t", None))
-            for name in _rows(config):
-                if kept is None:
-                    break
-                rows = tensors[name]
-                tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
-            embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
-            if kept is not None and reduced and head is not None:  # its rows may be in order of frequency
-                kept, head = in_order(kept, head)
+    def checkpoint(self, raw: Raw, config: DraftConfig, tensors: dict[str, Tensor]) -> Checkpoint:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in UNUSED}
+        size = int(raw["draft_vocab_size"])
+        reduced = size < config.vocab_size
+        optional = ("embed_tokens.weight",) if reduced else ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+        expected = _shapes(config, size)
+        check_tensors({n: s for n, s in expected.items() if n in tensors or n not in optional}, tensors)
+        kept = kept_tokens(tensors.pop("t2d", None), tensors.pop("d2t", None))
+        for name in _rows(config):
+            if kept is None:
+                break
+            rows = tensors[name]
+            tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
+        embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+        if kept is not None and reduced and head is not None:  # its rows may be in order of frequency
+            kept, head = in_order(kept, head)
         return Checkpoint(config, tensors, Borrowed(embedding, head, kept if reduced else None))
 
     def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:

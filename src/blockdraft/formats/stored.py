@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from blockdraft.errors import UsageError
@@ -20,9 +21,8 @@ FLOATS = {*FLOAT_KINDS.values()}
 FEW_BITS = "few bits"
 
 
-@dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of a checkpoint, on disk or in memory.
+    """Tensor of a checkpoint, which is read when it is needed.
 
     Attributes:
         kind: Dtype under its name in safetensors files, or `FEW_BITS` or a type of GGUF files for a `QuantizedWeight`.
@@ -35,30 +35,50 @@ class StoredTensor:
 
     def tensor(self) -> Tensor:
         """Read the tensor; dequantize a `QuantizedWeight`."""
-        weight = self.read()
-        return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+        return dense(self.read())
 
     def rows(self, index: Tensor) -> StoredTensor:
         """Return the tensor of some rows, `[n]` int64."""
-        return StoredTensor((len(index), *self.shape[1:]), self.kind, partial(_read_rows, self, index))
+        return MadeTensor((len(index), *self.shape[1:]), self.kind, partial(_read_rows, self, index))
 
 
-def open_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
-    """Open the tensors of safetensors files. Reading one keeps memory only as long as the tensor lives."""
-    tensors = {}
-    for file in files:
-        with safe_open(file, "pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (no dictionary)
-                header = shard.get_slice(name)
-                tensors[name] = StoredTensor(tuple(header.get_shape()), header.get_dtype(), partial(_read, file, name))
-    return tensors
+@dataclass(frozen=True)
+class MadeTensor(StoredTensor):
+    """Tensor that a function reads."""
+
+    shape: tuple[int, ...]
+    kind: str
+    read: Callable[[], Tensor | QuantizedWeight]
 
 
-def _read(file: str, name: str) -> Tensor:
-    # Opened for each tensor, since tensors stay mapped while their file is open.
-    with safe_open(file, "pt") as shard:
-        tensor: Tensor = shard.get_tensor(name)
-        return tensor
+@dataclass(frozen=True)
+class TensorFiles:
+    """Tensors in the files of a checkpoint. Reading one keeps memory only as long as the tensor lives.
+
+    Attributes:
+        files: Files that hold them.
+        tensors: Tensors by name.
+    """
+
+    files: Sequence[Path]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Number of values by the kind of their tensor."""
+        kinds: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)
+        return kinds
+
+
+def dense(weight: Tensor | QuantizedWeight) -> Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
 def _read_rows(tensor: StoredTensor, index: Tensor) -> Tensor | QuantizedWeight:
@@ -67,7 +87,7 @@ def _read_rows(tensor: StoredTensor, index: Tensor) -> Tensor | QuantizedWeight:
 
 
 def stored(tensor: Tensor) -> StoredTensor:
-    return StoredTensor(tuple(tensor.shape), KINDS.get(tensor.dtype, str(tensor.dtype)), lambda: tensor)
+    return MadeTensor(tuple(tensor.shape), KINDS.get(tensor.dtype, str(tensor.dtype)), lambda: tensor)
 
 
 def check_floats(tensors: Mapping[str, StoredTensor]) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of, by_name, tensor_shapes
 from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw
-from blockdraft.formats.folder import blaming, check_tensors, read_tensors, write_folder
-from blockdraft.formats.folder import read_config as read_raw
+from blockdraft.formats.folder import check_tensors, read_folder, write_folder
 from blockdraft.formats.gguf.rope import paired
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import MAX_LAYERS, DraftConfig, LayerAttention, default_target_layers, need, whole
@@ -177,17 +176,6 @@ def _layers(raw: Mapping[str, Any], depth: int) -> tuple[LayerAttention, ...]:
     return tuple(LayerAttention(i if causal is None else causal, window if i or use_swa else None) for i in slides)
 
 
-def read_config(path: str | Path, vocabulary: Mapping[str, int] | None = None) -> DraftConfig:
-    """Return the configuration of a folder. For `vocabulary` see `parse_config`.
-
-    Raises:
-        UsageError: The folder holds no drafter.
-    """
-    raw = read_raw(path)
-    with blaming(Path(path, "config.json")):
-        return parse_config(raw, vocabulary)
-
-
 def read_checkpoint(
     path: str | Path, vocabulary: Mapping[str, int] | None = None
 ) -> tuple[DraftConfig, dict[str, Tensor]]:
@@ -196,15 +184,8 @@ def read_checkpoint(
     Raises:
         UsageError: The folder is missing, incomplete or broken, or holds no drafter.
     """
-    config, neox = read_config(path, vocabulary), read_raw(path).get("rope_is_neox_style")
-    stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_tensors(path).items()}
-    stored.pop("embed_tokens.weight", None)  # copies of the target's weights, and RoPE's angles
-    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
-    with blaming(Path(path)):
-        tensors = architecture_of(config).adapted(config, tensors)
-        check_tensors(tensor_shapes(config), tensors)
-        need(neox in (None, True, False), "rope_is_neox_style", neox, "true or false")
-    return config, tensors if neox in (None, True) else _rotated_in_halves(config, tensors)
+    checkpoint = read_folder(path, LAYOUT, DrafterTarget(vocabulary=vocabulary))
+    return checkpoint.config, {**checkpoint.tensors}
 
 
 def _rotated_in_halves(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -246,8 +227,15 @@ class ZLab(Layout):
     def config(self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget) -> tuple[DraftConfig, bool]:
         return parse_config(raw, target.vocabulary), True
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        return Checkpoint(*read_checkpoint(path, target.vocabulary))
+    def checkpoint(self, raw: Raw, config: DraftConfig, tensors: dict[str, Tensor]) -> Checkpoint:
+        stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        stored.pop("embed_tokens.weight", None)  # copies of the target's weights, and RoPE's angles
+        own = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+        own = architecture_of(config).adapted(config, own)
+        check_tensors(tensor_shapes(config), own)
+        neox = raw.get("rope_is_neox_style")
+        need(neox in (None, True, False), "rope_is_neox_style", neox, "true or false")
+        return Checkpoint(config, own if neox in (None, True) else _rotated_in_halves(config, own))
 
     def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         config_dict(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -11,10 +10,10 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from gguf import LlamaFileType
-from safetensors import safe_open
 
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
+from blockdraft.formats.folder import open_folder
 from blockdraft.formats.gguf import gguf_outline, is_gguf
 from blockdraft.models import TINY
 from blockdraft.prompt_sets import SAMPLES
@@ -114,14 +113,11 @@ def weights_of(engine: Engine) -> tuple[int, int]:
     """Return the numbers of weights of the target and of the drafter."""
     drafter = 0
     for path in (part.path for part in engine.drafter.parts if part.path is not None):
-        if is_gguf(path):
-            drafter += sum(math.prod(tensor.shape) for tensor in gguf_outline(path).tensors.values())
-        for file in sorted(Path(path).glob("*.safetensors")):
-            with safe_open(file, "pt") as weights:  # the network drops its weights once its forward pass is compiled
-                drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+        # In its files, since the network drops its weights once its forward pass is compiled.
+        drafter += sum((gguf_outline(path) if is_gguf(path) else open_folder(path)).kinds.values())
     model = engine.target.path
     if model is not None and is_gguf(model):  # the weights themselves would have to be dequantized
-        return sum(math.prod(tensor.shape) for tensor in gguf_outline(model).tensors.values()), drafter
+        return sum(gguf_outline(model).kinds.values()), drafter
     return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
 
 

@@ -39,12 +39,7 @@ from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import FAMILIES, decoder_config
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
-from blockdraft.targets.gguf import (
-    causal_lm,
-    has_head,
-    load_gguf_text,
-    read_gguf_head,
-)
+from blockdraft.targets.gguf import causal_lm, has_head, load_gguf_text, read_gguf_head
 from blockdraft.targets.model_config import AnyConfig, ModelConfig, make_config
 from blockdraft.targets.weights import HEAD, SOURCE, TABLE
 from blockdraft.types import DEFAULT_LOAD_OPTIONS, LoadOptions
@@ -196,38 +191,9 @@ def check_target(path: str | Path, revision: str | None = None) -> None:
         checked_folder(path, revision)
 
 
-__all__ = [
-    "FAMILIES",
-    "HEAD",
-    "SOURCE",
-    "TABLE",
-    "AnyConfig",
-    "DecoderHead",
-    "Description",
-    "LoadOptions",
-    "ModelConfig",
-    "NotCovered",
-    "Target",
-    "TargetOutput",
-    "TargetText",
-    "as_target",
-    "causal_lm",
-    "check_target",
-    "decoder_config",
-    "device_and_dtype",
-    "describe_target",
-    "embedding_and_head",
-    "has_head",
-    "load_target",
-    "load_target_text",
-    "load_text_with",
-    "make_config",
-    "read_decoder_head",
-    "read_gguf_head",
-    "runs_heads",
-    "target_fingerprint",
-    "other_target_warning",
-    "weights_fingerprint",
-    "with_draft_vocab",
-    "without_tokenizer",
-]
+__all__ = ["FAMILIES", "HEAD", "SOURCE", "TABLE", "AnyConfig", "DecoderHead", "Description", "LoadOptions"]
+__all__ += ["ModelConfig", "NotCovered", "Target", "TargetOutput", "TargetText", "as_target", "causal_lm"]
+__all__ += ["check_target", "decoder_config", "device_and_dtype", "describe_target", "embedding_and_head", "has_head"]
+__all__ += ["load_target", "load_target_text", "load_text_with", "make_config", "read_decoder_head", "read_gguf_head"]
+__all__ += ["runs_heads", "target_fingerprint", "other_target_warning", "weights_fingerprint", "with_draft_vocab"]
+__all__ += ["without_tokenizer"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.errors import UsageError
+from blockdraft.formats.folder import COPY_AGAIN, HEAD_TENSORS, blaming, check_shapes
 from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
@@ -76,14 +76,8 @@ def read_decoder_head(
     tensors = experts_apart({prefix + name: tensor for name, tensor in layer.items()}) | dict(around)
     shapes = {name: shape for name, shape in config.tensor_shapes().items() if name.startswith(prefix)}
     shapes |= {name: (size, 2 * size) if name == FUSION else (size,) for name in around}
-    actual = {name: tensor.shape for name, tensor in tensors.items()}
-    wrong = [name for name in {**shapes, **actual} if shapes.get(name) != actual.get(name)]
-    if wrong:
-        details = "; ".join(f"{name}: expected {shapes.get(name)}, found {actual.get(name)}" for name in wrong[:5])
-        raise UsageError(
-            f"{folder}: {len(wrong)} tensors of its MTP head do not fit its configuration: {details}. "
-            "Copy the model's files again, or use another drafter."
-        )
+    with blaming(folder):
+        check_shapes(shapes, tensors, HEAD_TENSORS, COPY_AGAIN)
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = tensors[name].tensor()

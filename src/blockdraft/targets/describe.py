@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdraft.formats.gguf import is_gguf, open_gguf
-from blockdraft.formats.stored import open_tensors
+from blockdraft.formats.gguf import GGUFFile, gguf_outline, is_gguf
+from blockdraft.formats.stored import TensorFiles
 from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered, TargetText
@@ -21,7 +20,7 @@ from blockdraft.targets.gguf.checkpoint import understanding
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 from blockdraft.targets.model_config import AnyConfig, load_config
-from blockdraft.targets.weights import SOURCE, open_weights, weight_files
+from blockdraft.targets.weights import SOURCE, open_files, open_weights
 from blockdraft.types import LoadOptions
 
 
@@ -34,8 +33,7 @@ class Description:
         config: Configuration of its text model in transformers.
         text: Its tokenizer and limits.
         few_bits: Quantization settings in its configuration, if it is quantized.
-        kinds: Number of values by tensor type.
-        bytes: Size of its weight files; 0 if they are not in safetensors.
+        weights: Its tensors; none if they are not in safetensors.
         wanted: Configuration of the native decoder, if that runs it.
         reason: Why the native decoder does not run it, if so.
         fingerprint: Function that reads the weights and returns the fingerprint that drafters carry, if known.
@@ -45,8 +43,7 @@ class Description:
     config: AnyConfig
     text: TargetText
     few_bits: Mapping[str, Any] | None
-    kinds: Mapping[str, int]
-    bytes: int
+    weights: TensorFiles
     wanted: DecoderConfig | None
     reason: str | None
     fingerprint: Callable[[], str | None]
@@ -62,20 +59,17 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
         UsageError: There is no such folder, hub name or file, or a file cannot be read.
     """
     path = located(path)
+    opened: TensorFiles
     if is_gguf(path):
         text = load_gguf_text(path, revision)
-        file = open_gguf(path)
+        opened, few = gguf_outline(path), None
         with understanding(path):
-            config = gguf_config(file)
-        kinds = _counted((tensor.kind, tensor.shape) for tensor in file.tensors.values())
-        size, few = sum(part.stat().st_size for part in file.parts), None
+            config = gguf_config(opened)
     else:
         checked_folder(path, revision)
         with loading(path):
             config = load_config(path, revision)
-            files = weight_files(path, revision)
-            kinds = _counted((tensor.kind, tensor.shape) for tensor in open_tensors(files).values())
-            size = sum(Path(file).stat().st_size for file in files)
+        opened = open_files(path, revision)
         text, few = load_text(path, revision), getattr(config, "quantization_config", None)
     wanted, reason = None, None
     try:
@@ -86,14 +80,13 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
     def fingerprint() -> str | None:
         if few:
             return str(few.get(SOURCE) or "") or None
-        if wanted is None or not size:
+        if wanted is None or not opened.files:
             return None
-        if is_gguf(path):
-            file = open_gguf(path)
+        if isinstance(opened, GGUFFile):
             with understanding(path):
-                return decoder_weights(file, fitted(wanted, file)).fingerprint()
+                return decoder_weights(opened, fitted(wanted, opened)).fingerprint()
         try:
-            tensors, _ = open_weights(path, wanted, text_part(config), LoadOptions(revision=revision))
+            tensors = open_weights(path, wanted, text_part(config), LoadOptions(revision=revision))[0].tensors
         except NotCovered:  # its tensors have other names
             return None
         with loading(path):
@@ -104,16 +97,8 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
         config=config.get_text_config(),
         text=text,
         few_bits=few,
-        kinds=kinds,
-        bytes=size,
+        weights=opened,
         wanted=wanted,
         reason=reason,
         fingerprint=fingerprint,
     )
-
-
-def _counted(tensors: Any) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for kind, shape in tensors:
-        counts[kind] = counts.get(kind, 0) + math.prod(shape)
-    return counts

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from blockdraft.formats.stored import StoredTensor
+from blockdraft.formats.stored import MadeTensor, StoredTensor
 from blockdraft.targets.model_config import AnyConfig
 
 ROUTER, OWN_ROUTER = ".mlp.router.", ".mlp.gate."
@@ -34,7 +34,7 @@ def gpt_oss_tensors(tensors: Mapping[str, StoredTensor], config: AnyConfig) -> d
             shape = (count,) if is_bias else (count, tensor.shape[1])
             for expert in range(experts):
                 key = f"{layer}.mlp.experts.{expert}.{ours}.{'bias' if is_bias else 'weight'}"
-                own[key] = StoredTensor(shape, tensor.kind, partial(_read, tensor, expert, which))
+                own[key] = MadeTensor(shape, tensor.kind, partial(_read, tensor, expert, which))
     return own
 
 

@@ -24,7 +24,7 @@ from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import logit_factor, own_tensors
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
 from blockdraft.targets.model_config import load_config
-from blockdraft.targets.weights import expert_parts, load_model
+from blockdraft.targets.weights import experts_apart, load_model
 from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:
@@ -262,12 +262,10 @@ class HFTarget(CheckpointTarget):
             if name.endswith((".expert_bias", ".layer_scalar"))
         )
         for name, weight in chain(self.model.named_parameters(), biases):
-            family = self._config.model_type
-            if family in EXPERTS_TOGETHER and ".experts." in name:
-                yield from _experts_alone(name, weight, EXPERT_PARTS.get(family, {}))
-            else:
-                named = own_tensors(self._config, {name: stored(weight)})
-                yield from ((own, tensor.tensor()) for own, tensor in named.items())
+            named = own_tensors(self._config, {name: stored(weight)})
+            if (family := self._config.model_type) in EXPERTS_TOGETHER:
+                named = experts_apart(named, EXPERT_PARTS.get(family, {}))
+            yield from ((own, tensor.tensor()) for own, tensor in named.items())
 
     def embed(self, tokens: Tensor) -> Tensor:
         table: Any = self.model.get_input_embeddings()
@@ -280,15 +278,6 @@ class HFTarget(CheckpointTarget):
 
 
 EXPERT_PARTS = {"lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}  # names in checkpoints
-
-
-def _experts_alone(name: str, weight_EOI: Tensor, spelled: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a layer's experts one by one, as in checkpoints; transformers stacks them."""
-    place, _, kind = name.rpartition(".")
-    parts = expert_parts(place, kind)
-    for expert, weight in enumerate(weight_EOI):
-        for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
-            yield f"{place}.{expert}.{spelled.get(part, part)}.weight", own
 
 
 # Which models can be targets.

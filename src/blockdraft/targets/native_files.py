@@ -30,7 +30,7 @@ from blockdraft.targets.checkpoint import checked_folder, load_generation_config
 from blockdraft.targets.families import decoder_config, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
 from blockdraft.targets.model_config import AnyConfig, load_config
-from blockdraft.targets.weights import HEAD, TABLE, open_weights, weight_files
+from blockdraft.targets.weights import HEAD, TABLE, open_weights
 from blockdraft.types import LoadOptions
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
     if special and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
         raise NotCovered(f"it has {special}, whose weights it neither quantizes nor reads quantized")
     reason = "compile is off" if compile == "off" else why_not(wanted, dtype, device)
-    tensors, source = open_weights(path, wanted, config, options)
+    opened, source = open_weights(path, wanted, config, options)
+    tensors = opened.tensors
     if quantize is None:
         _check_alike(wanted, tensors)
     kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
@@ -115,11 +116,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
         if source is None and (quantize or library is not None):  # before the weights are packed
             own = ((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
             source = weights_fingerprint(own) if dtype != torch.float16 else ""
-        origin = None
-        if options.adapter is None:
-            loaded = {"dtype": str(dtype), "quantize": quantize, "few_bits": few}
-            origin = Origin(tuple(map(Path, weight_files(path, options.revision))), loaded)
-        decoder = make_decoder(wanted, read, library, origin)
+        origin = Origin(opened.files, {"dtype": str(dtype), "quantize": quantize, "few_bits": few})
+        decoder = make_decoder(wanted, read, library, origin if options.adapter is None else None)
         if source is None and by_gpu:
             source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
         if by_gpu:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError, counted
+from blockdraft.formats.folder import INDEX, WHOLE, open_folder
 from blockdraft.formats.quantized import NotRead, read_quantized
-from blockdraft.formats.stored import StoredTensor, open_tensors, stored
+from blockdraft.formats.stored import MadeTensor, StoredTensor, TensorFiles, stored
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.checkpoint import check_hub, find_file, is_hub_name, loading
@@ -31,22 +33,9 @@ TEXT_PART = "model.language_model."  # prefix of the text part's tensors in mode
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
-    """Return the files of a checkpoint's weights in safetensors; empty if there are none."""
-    whole = find_file(path, "model.safetensors", revision)
-    if whole is not None:
-        return [whole]
-    index = find_file(path, "model.safetensors.index.json", revision)
-    if index is None:
-        return []
-    from transformers.utils.hub import get_checkpoint_shard_files
-
-    return list(get_checkpoint_shard_files(path, index, revision=revision)[0])
-
-
 def open_weights(
     path: str | Path, wanted: DecoderConfig, config: AnyConfig, options: LoadOptions
-) -> tuple[dict[str, StoredTensor], str | None]:
+) -> tuple[TensorFiles, str | None]:
     """Open the tensors of a checkpoint with the adapter merged, and return their `source_fingerprint` too.
 
     Raises:
@@ -55,11 +44,11 @@ def open_weights(
     source, quantization = None, getattr(config, "quantization_config", None)
     if options.adapter is not None:
         model, source = load_model(path, options)
+        files: Sequence[Path] = ()
         tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
     else:
-        with loading(path):
-            opened = open_tensors(weight_files(path, options.revision))
-        tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in opened.items()}
+        opened = open_files(path, options.revision)
+        files, tensors = opened.files, {name.replace(TEXT_PART, "model.", 1): t for name, t in opened.tensors.items()}
     if quantization:
         try:
             tensors, source = read_quantized(quantization, tensors), str(quantization.get(SOURCE) or "")
@@ -69,33 +58,48 @@ def open_weights(
     if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
         tensors[TABLE] = tensors[HEAD]
     _check_tensors(wanted, tensors)
-    return tensors, source
+    return TensorFiles(files, tensors), source
 
 
-def experts_apart(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Split tensors of all experts of a layer, as newer checkpoints have them, into matrices of one expert each."""
-    apart = {}
+def open_files(path: str | Path, revision: str | None = None) -> TensorFiles:
+    """Open the tensors of a model folder or hub name, which are downloaded; there are none if it has no safetensors."""
+    with loading(path):
+        folder = Path(path)
+        if not folder.exists():
+            file = find_file(path, WHOLE, revision)
+            if file is None and (file := find_file(path, INDEX, revision)) is not None:
+                from transformers.utils.hub import get_checkpoint_shard_files
+
+                get_checkpoint_shard_files(path, file, revision=revision)
+            folder = Path(file).parent if file else folder
+        return open_folder(folder)
+
+
+def experts_apart(
+    tensors: Mapping[str, StoredTensor], spelled: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, StoredTensor]:
+    """Split tensors of all experts of a layer, as newer checkpoints have them, into matrices of one expert each.
+
+    Args:
+        spelled: Names of matrices that are not the usual ones, by the usual.
+    """
+    apart = dict[str, StoredTensor]()
     for name, whole in tensors.items():
         place, _, kind = name.rpartition(".")
         if not place.endswith(".experts") or len(whole.shape) != 3:
             apart[name] = whole
             continue
-        parts = expert_parts(place, kind)
+        # Experts beside an MLP, as in Gemma 4, have gates and the values that they multiply in one matrix.
+        beside = place.rsplit(".", 2)[-2].isdigit()
+        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" and not beside else [kind]
         experts, size, inputs = whole.shape[0], whole.shape[1] // len(parts), whole.shape[2]
         for expert in range(experts):
             for number, part in enumerate(parts):
                 read = partial(_read_expert, whole, expert, slice(number * size, (number + 1) * size))
-                apart[f"{place}.{expert}.{part}.weight"] = StoredTensor((size, inputs), whole.kind, read)
+                apart[f"{place}.{expert}.{spelled.get(part, part)}.weight"] = MadeTensor(
+                    (size, inputs), whole.kind, read
+                )
     return apart
-
-
-def expert_parts(place: str, kind: str) -> list[str]:
-    """Return the matrices of an expert in a tensor of all experts.
-
-    Experts beside an MLP, as in Gemma 4, have gates and the values that they multiply in one matrix.
-    """
-    beside = place.rsplit(".", 2)[-2].isdigit()
-    return ["gate_proj", "up_proj"] if kind == "gate_up_proj" and not beside else [kind]
 
 
 def _read_expert(whole: StoredTensor, expert: int, rows: slice) -> Tensor:

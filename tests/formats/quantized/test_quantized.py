@@ -13,7 +13,7 @@ from thinned import thinned
 from torch import Tensor
 
 from blockdraft.formats.quantized import NotRead, read_quantized
-from blockdraft.formats.stored import FEW_BITS, StoredTensor
+from blockdraft.formats.stored import FEW_BITS, MadeTensor, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import load_target
@@ -128,7 +128,7 @@ def of_file(parts: Parts) -> dict[str, StoredTensor]:
     names = {torch.int32: "I32", torch.int64: "I64", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
 
     def one(tensor: Tensor) -> StoredTensor:
-        return StoredTensor(tuple(tensor.shape), names[tensor.dtype], lambda: tensor)
+        return MadeTensor(tuple(tensor.shape), names[tensor.dtype], lambda: tensor)
 
     return {name: one(tensor) for name, tensor in parts.items()}
 

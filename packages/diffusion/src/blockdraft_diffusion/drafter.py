@@ -5,7 +5,6 @@ It reads tokens alone, whereas DFlash reads the target's hidden states.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +23,8 @@ from blockdraft.drafters.base import (
     DrafterSpec,
     check_same_tokens,
 )
-from blockdraft.formats.folder import blaming
+from blockdraft.formats.folder import open_folder
 from blockdraft.formats.starting import Start
-from blockdraft.formats.stored import open_tensors
 from blockdraft.nn.cache import KVCache, SequenceState
 from blockdraft.targets import Target
 from blockdraft.timing import DRAFT_CHOICE, HEAD, PASS, mark
@@ -261,15 +259,13 @@ def inspect(folder: Path, raw: Mapping[str, Any]) -> Report:
     """Return the report of `blockdraft inspect` on a block-diffusion model."""
     from blockdraft_tools.inspect import Report
 
-    files = sorted(folder.glob("*.safetensors"))
-    with blaming(folder):
-        tensors = open_tensors([str(file) for file in files])
+    opened = open_folder(folder)
     about = {
         "architecture": raw["model_type"],
         "block_size": raw.get("block_size"),
         "mask_token_id": raw.get("mask_token_id"),
-        "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
-        "bytes": sum(file.stat().st_size for file in files),
+        "parameters": sum(opened.kinds.values()),
+        "bytes": opened.bytes,
     }
     starts = {"blockdraft": Start(shlex.join(["blockdraft", "diffusion", "generate", "--model", str(folder)]))}
     return Report(str(folder), "block-diffusion model", "transformers", about, starts=starts)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import clear_remains, replaced
-from blockdraft.formats.folder import check_tensors
-from blockdraft.formats.stored import check_floats, open_tensors
+from blockdraft.formats.folder import check_tensors, open_folder
+from blockdraft.formats.stored import check_floats
 from blockdraft.targets import (
     FAMILIES,
     HEAD,
@@ -124,16 +124,12 @@ def _paper(raw: Mapping[str, Any], folder: Path) -> tuple[Denoiser, AnyConfig]:
 
 def _load_weights(network: Denoiser, folder: Path) -> None:
     """Load a network's weights. Raise a UsageError if some are missing or unknown."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    stored = open_folder(folder).tensors
+    if not stored:
         raise UsageError(f"{folder} has no *.safetensors; copy the model's weights there.")
-    try:
-        stored = open_tensors(list(map(str, files)))
-        check_floats(stored)
-        # Copied, so that the model does not change when its files are overwritten.
-        tensors = {name: entry.tensor().to(torch.float32, copy=True) for name, entry in stored.items()}
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"The weights in {folder} are corrupt or cut short ({error}); copy them again.") from error
+    check_floats(stored)
+    # Copied, so that the model does not change when its files are overwritten.
+    tensors = {name: entry.tensor().to(torch.float32, copy=True) for name, entry in stored.items()}
     shapes = {name: tuple(weight.shape) for name, weight in network.state_dict().items()}
     if HEAD not in shapes:
         tensors.pop(HEAD, None)  # some files have it although it is tied to the embedding

@@ -92,12 +92,12 @@ def load(path: str | Path, options: LoadOptions, layout: ShardedLayout | None = 
         raise NotCovered("its checkpoint has fused projections")
     if getattr(config, "quantization_config", None):
         raise NotCovered("its weights are quantized; load the model that it was quantized from")
-    tensors, source = open_weights(path, shape, config, options)
+    opened, source = open_weights(path, shape, config, options)
     decoder = JaxDecoder(shape, layout or local_layout())
     with loading(path):
         params = load_params(
             shape.tensor_shapes(),
-            lambda name: tensors[name].tensor(),
+            lambda name: opened.tensors[name].tensor(),
             jnp.dtype(str(options.torch_dtype).removeprefix("torch.")),
             decoder.layout,
             shape.num_heads,

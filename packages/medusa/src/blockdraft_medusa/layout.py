@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw, check_kind
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import check_tensors, write_folder
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.nn.draft_config import MAX_LAYERS, need, whole
 from blockdraft.nn.draft_network import shapes_of
@@ -38,11 +40,8 @@ class Medusa(Layout):
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
-        with blaming(path):
-            config, _ = self.config(raw, tensors, target)
-            check_tensors(shapes_of(lambda: MedusaNetwork(config)), tensors)
+    def checkpoint(self, raw: Raw, config: MedusaConfig, tensors: dict[str, Tensor]) -> Checkpoint:
+        check_tensors(shapes_of(lambda: MedusaNetwork(config)), tensors)
         return Checkpoint(config, tensors)
 
     def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:

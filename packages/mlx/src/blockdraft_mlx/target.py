@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.errors import describe
+from blockdraft.formats.folder import open_folder
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.draft_network import DraftNetwork
@@ -41,7 +41,6 @@ from blockdraft.targets.checkpoint import (
 )
 from blockdraft.targets.families import logit_factor
 from blockdraft.targets.model_config import AnyConfig, load_config
-from blockdraft.targets.weights import weight_files
 from blockdraft.types import LoadOptions
 from blockdraft_mlx.cache import MLXCache
 from blockdraft_mlx.draft_runner import KNOWN, MLXDraftRunner
@@ -399,11 +398,9 @@ class MLXTarget(CheckpointTarget):
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Read every weight from the checkpoint's files."""
-        for name in weight_files(self._folder):
-            with safe_open(name, framework="pt") as file:
-                for key in sorted(file.keys()):
-                    value = file.get_tensor(key)
-                    yield key, value.to(self.dtype) if value.is_floating_point() else value
+        for name, tensor in open_folder(self._folder).tensors.items():
+            value = tensor.tensor()
+            yield name, value.to(self.dtype) if value.is_floating_point() else value
 
 
 class InTorch:

@@ -279,14 +279,14 @@ def _shape_of_gguf(file: Path) -> Shape:
 
     target = describe_target(file)
     shape = shape_of_config(target.config.to_dict(), str(file))
-    count = sum(target.kinds.values())
+    count = sum(target.weights.kinds.values())
     active = max(count - (shape.parameters - shape.active), 1)
     model = model_of(file)
     return replace(
         shape,
         parameters=count,
         active=active,
-        stored_bytes=target.bytes,
+        stored_bytes=target.weights.bytes,
         path=str(file),
         drafters=model.drafters if model else (),
     )

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, GGUFFile, dense, is_gguf, open_gguf
+from blockdraft.formats.gguf import FLOATS, GGUFFile, is_gguf, open_gguf
 from blockdraft.formats.gguf.rope import ROPE_FACTORS
-from blockdraft.formats.stored import FEW_BITS, StoredTensor
+from blockdraft.formats.stored import FEW_BITS, MadeTensor, StoredTensor, dense
 from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
@@ -105,7 +105,7 @@ def _open_folder(
     options = LoadOptions(dtype="float32", device="cpu", compile="off", revision=revision, adapter=merged)
     try:
         wanted = decoder_config(config)
-        tensors, source = open_weights(path, wanted, config, options)
+        opened, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
     special = wanted.decode_only if doing == QUANTIZED else wanted.unusual
@@ -114,12 +114,12 @@ def _open_folder(
     raw = read_json(Path(str(files[0])))
     with loading(path):
         if source is None:
-            source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
+            source = weights_fingerprint((name, opened.tensors[name].tensor()) for name in wanted.tensor_shapes())
     yield OpenCheckpoint(
         wanted=wanted,
         config=config,
         raw=raw,
-        tensors=tensors,
+        tensors=opened.tensors,
         files=[Path(file) for file in files[1:] if file is not None],
         source_fingerprint=source,
     )
@@ -144,7 +144,7 @@ def _open_gguf(
         ends = end_ids(file.metadata)
     if wanted.unusual and doing != READ:
         raise UsageError(f"{path} cannot be {doing}: it has {wanted.unusual}. Decode with it as it is.")
-    few = sorted(weights.kinds - set(FLOATS))
+    few = sorted(weights.kinds.keys() - FLOATS)
     if few and doing == QUANTIZED:
         raise UsageError(
             f"{path} is quantized already ({', '.join(few)}), and twice would lose more; give a file of the model in "
@@ -156,7 +156,7 @@ def _open_gguf(
     for name, tensor in weights.tensors.items():
         less = wanted.norm_plus_one and name.endswith("norm.weight")
         read = partial(_minus_one, weights, name) if less else partial(weights.read, name)
-        tensors[name] = StoredTensor(tensor.shape, tensor.kind if tensor.kind in FLOATS else FEW_BITS, read)
+        tensors[name] = MadeTensor(tensor.shape, tensor.kind if tensor.kind in FLOATS else FEW_BITS, read)
     with tempfile.TemporaryDirectory() as folder:
         with loading(path):
             tokenizer.save_pretrained(folder)

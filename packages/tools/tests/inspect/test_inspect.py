@@ -253,7 +253,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
     for place, message in (
         (empty, "holds no checkpoint: there is no config.json and no adapter_config.json"),
         (run, f"did you mean {run / 'step'}"),
-        (bare, r"bare has no weights \(\*.safetensors\) beside config.json"),
+        (bare, r"bare/config.json: \*.safetensors must be beside it, but is absent; copy"),
         (broken, "broken/config.json: rope_theta is 5.0 but rope_parameters.rope_theta is 10000.0"),
         (tmp_path / "cut.gguf", "is corrupt or cut short"),
         (tmp_path / "note.txt", "is neither a folder nor a GGUF file"),

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockdraft.cli import app, display
-from blockdraft.formats.speculators import recognises
+from blockdraft.formats import find_layout, layout_of, read_config
 from blockdraft_train.settings_files import read_settings
 from blockdraft_train.variants.dflash import DFlashRecipe
 
@@ -109,10 +109,10 @@ def test_a_run_ends_with_a_table_and_the_command(
     assert result.exit_code == 0, result.exception
     assert "accepted length" in result.output
     assert f"blockdraft generate --target {tiny_target_dir} --drafter {tmp_path / 'drafter'} PROMPT" in result.output
-    assert recognises(tmp_path / "drafter") == (written == "speculators")
+    assert layout_of(read_config(tmp_path / "drafter")) is find_layout(written)
 
     # Asked again in the other format, the finished run writes that.
     other = "zlab" if written == "speculators" else "speculators"
     result = CliRunner().invoke(app, ["train", "dflash", *flags, "--format", other])
     assert result.exit_code == 0, result.exception
-    assert recognises(tmp_path / "drafter") == (other == "speculators")
+    assert layout_of(read_config(tmp_path / "drafter")) is find_layout(other)

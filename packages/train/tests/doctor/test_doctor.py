@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.drafters import TINY_DRAFTER
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.formats.zlab import read_config
+from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
@@ -121,7 +121,7 @@ def test_a_wrong_configuration(
     target: Target, broken: Callable[..., Path], changes: dict[str, Any], fault: str, assumption: str
 ) -> None:
     found = diagnosis(target, broken(**changes))
-    assumption = assumption.format(mask=read_config(DRAFTER).mask_token_id)
+    assumption = assumption.format(mask=read_checkpoint(DRAFTER)[0].mask_token_id)
     assert found.fault == fault and assumption in found.finding and found.remedy
     assert found.alike == 1.0
 
@@ -205,7 +205,7 @@ def test_decoding_at_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_checks_are_different_and_possible() -> None:
-    config = read_config(DRAFTER)
+    config = read_checkpoint(DRAFTER)[0]
     known = list(checks(config, 1, {"rope_theta": 500_000.0}, torch.bfloat16, 1000))
     assert len(
         {(one.config.layers, one.target_layers, one.config.rope_theta, one.shift, one.dtype) for one in known}
@@ -225,7 +225,7 @@ def test_checks_are_different_and_possible() -> None:
 
 
 def test_small_gains_are_no_fault() -> None:
-    config = read_config(DRAFTER)
+    config = read_checkpoint(DRAFTER)[0]
     usual, other = (
         Assumption(config, assumption="usual"),
         Assumption(config, fault="target_layers", assumption="other", remedy="do this"),

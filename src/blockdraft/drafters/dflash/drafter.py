@@ -16,7 +16,6 @@ from blockdraft.drafters.base import (
     DraftCost,
     DrafterSpec,
     RunnerDrafter,
-    check_borrowed,
     filled_network,
     read_fitting,
 )
@@ -140,10 +139,8 @@ def load_dflash(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDr
     """Load the drafter in a folder of any layout or in a GGUF file."""
     checkpoint = read_fitting(path, target)
     borrowed, head = checkpoint.borrowed, None
-    if borrowed is not None:
-        check_borrowed(path, borrowed, target)
-        if borrowed.kept is not None and borrowed.head is not None:
-            head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
+    if borrowed is not None and borrowed.kept is not None and borrowed.head is not None:
+        head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
     network = filled_network(checkpoint, kind.network_class)
     del checkpoint, borrowed  # the network owns the tensors now
     return kind(network, target, path, head, owned=True)

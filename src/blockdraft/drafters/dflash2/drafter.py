@@ -6,7 +6,7 @@ no further pass.
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from blockdraft.drafters.base import DrafterSpec
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Network
-from blockdraft.targets import Target
 
 
 class DFlash2Drafter(DFlashDrafter):
@@ -109,12 +108,8 @@ def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, 
     return log_probabilities(torch.cat([scores_BDKK, rest_BDK1], dim=-1), plan.params)[..., :-1]
 
 
-def load_dflash2(path: Path, target: Target) -> DFlashDrafter:
-    return load_dflash(path, target, DFlash2Drafter)
-
-
 DRAFTER = DrafterSpec(
-    load_dflash2,
+    partial(load_dflash, kind=DFlash2Drafter),
     architectures=("DFlash2DraftModel",),
     network=DFlash2Network,
     layouts=("zlab",),

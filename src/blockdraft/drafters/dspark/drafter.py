@@ -9,7 +9,7 @@ There is one draft pass, as in DFlash. The Markov head takes a small matrix prod
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.drafter import lattice_log_probs
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.nn.cache import KVCache
-from blockdraft.targets import Target
 
 CANDIDATES = 16  # tokens per position that a tree chooses from
 MIN = 1e-6  # minimum probability from the confidence head, and minimum distance from 1
@@ -172,12 +171,8 @@ def calibrated(log_probs: Tensor, acceptance_probs: Tensor) -> Tensor:
     return (log_probs + factor.log()).scatter(-1, rank, acceptance_prob.log())
 
 
-def load_dspark(path: Path, target: Target) -> DFlashDrafter:
-    return load_dflash(path, target, DSparkDrafter)
-
-
 DRAFTER = DrafterSpec(
-    load_dspark,
+    partial(load_dflash, kind=DSparkDrafter),
     architectures=("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel", "DSparkSpeculator"),
     network=DSparkNetwork,
     layouts=("zlab", "speculators"),

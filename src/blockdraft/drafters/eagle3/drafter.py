@@ -16,7 +16,7 @@ from blockdraft.decode.drafting import draft_chain, log_probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, chain
 from blockdraft.decode.step_time import best_count
 from blockdraft.decode.tree import best_of
-from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, check_borrowed, filled_network, read_fitting
+from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, filled_network, read_fitting
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import find_layout
 from blockdraft.nn.cache import KVCache
@@ -155,10 +155,7 @@ def num_continued(levels: Sequence[Tensor], following: Tensor, plan: Plan, width
 
 
 def load_eagle3(path: Path, target: Target) -> Eagle3Drafter:
-    checkpoint = read_fitting(path, target)
-    if checkpoint.borrowed is not None:
-        check_borrowed(path, checkpoint.borrowed, target)
-    return Eagle3Drafter(filled_network(checkpoint, Eagle3Network), target, path, owned=True)
+    return Eagle3Drafter(filled_network(read_fitting(path, target), Eagle3Network), target, path, owned=True)
 
 
 DRAFTER = DrafterSpec(

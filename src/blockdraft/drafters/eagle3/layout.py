@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_target_layers
 from blockdraft.formats.base import NO_TARGET, Borrowed, Checkpoint, DrafterTarget, Layout, Raw, check_kind
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import check_tensors, read_config, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm, vllm_alone
 from blockdraft.formats.vocabulary import draft_tokens, in_order, kept_tokens, vocabulary_maps
@@ -151,12 +151,8 @@ class EagleLayout(Layout, ABC):
     def config_dict(self, config: Eagle3Config, target: DrafterTarget) -> dict[str, Any]:
         """Return the content of config.json. Raise a UsageError if the layout cannot express the configuration."""
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        raw, tensors = read_config(path), renamed(read_tensors(path))
-        with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, target)
-        with blaming(Path(path)):
-            return checkpoint_of(config, tensors)
+    def checkpoint(self, raw: Raw, config: Eagle3Config, tensors: dict[str, Tensor]) -> Checkpoint:
+        return checkpoint_of(config, renamed(tensors))
 
     def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         check_kind(config, Eagle3Config)

@@ -17,6 +17,7 @@ from blockdraft.drafters.mtp.in_target import find_head, holds_head
 from blockdraft.drafters.mtp.network import MTPHead, MTPNetwork
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, one_layer
 from blockdraft.errors import UsageError
+from blockdraft.formats.folder import blaming
 from blockdraft.formats.gguf import gguf_outline, is_gguf
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.targets import DecoderHead, Target, has_head, read_decoder_head, read_gguf_head, runs_heads
@@ -71,7 +72,8 @@ def own_head(target: Target) -> MTPHead:
     mtp_config = TargetMTPConfig(layer=one_layer(config, head.has_experts), num_target_layers=target.num_layers)
     with torch.device("meta"):
         network = TargetMTPNetwork(mtp_config)
-    tensors = head.read({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()})
+    with blaming(folder):
+        tensors = head.read({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()})
     network.load_state_dict(tensors, assign=True)
     return network.to(target.device, target.dtype)
 

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.folder import blaming
-from blockdraft.formats.stored import StoredTensor, check_floats, open_tensors
-from blockdraft.text_files import read_json
+from blockdraft.formats.folder import COPY_AGAIN, HEAD_TENSORS, blaming, check_shapes, open_folder
+from blockdraft.formats.stored import StoredTensor, check_floats
 
-INDEX = "model.safetensors.index.json"
 QWEN, LAYER = "mtp.", "layers.0."
 # DeepSeek's names of the parts around the layer; they have the same prefix as the parts of the layer.
 NEXTN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "shared_head.norm"}
@@ -29,50 +27,33 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
     Raises:
         UsageError: The folder has no head, several, or a quantized one, or a file cannot be read.
     """
-    files = _files(folder)
-    prefix = QWEN if any(name.startswith(QWEN) for name in files) else f"model.layers.{num_layers}."
-    own = {name: file for name, file in files.items() if name.startswith(prefix)}
-    if not own:
+    layer, next_layer = (f"model.layers.{number}." for number in (num_layers, num_layers + 1))
+    tensors = open_folder(folder, prefix=(QWEN, layer, next_layer)).tensors
+    prefix = QWEN if any(name.startswith(QWEN) for name in tensors) else layer
+    head = {name: one for name, one in tensors.items() if name.startswith(prefix) and not name.endswith(LEFT_OUT)}
+    if not head:
         raise UsageError(
-            f"{folder} has no MTP head: no tensor's name begins with {QWEN} or model.layers.{num_layers}. Programs "
+            f"{folder} has no MTP head: no tensor's name begins with {QWEN} or {layer} Programs "
             "that save a model again leave it out, so give the folder as it was published; or use another drafter, "
             "such as a head that blockdraft train mtp trains."
         )
-    second = f"{QWEN}layers.1." if prefix == QWEN else f"model.layers.{num_layers + 1}."
-    if any(name.startswith(second) for name in files):
+    second = f"{QWEN}layers.1." if prefix == QWEN else next_layer
+    if any(name.startswith(second) for name in tensors):
         raise UsageError(
             f"{folder} has several MTP layers ({second}*), and only one is supported; use another drafter."
         )
-    opened: dict[str, StoredTensor] = {}
-    for file in sorted(set(own.values())):
-        with blaming(file):
-            opened |= open_tensors([str(file)])
-    head = {name: opened[name] for name in own if name in opened and not name.endswith(LEFT_OUT)}
     with blaming(folder):
         check_floats(head)
     if prefix == QWEN:
-        return StoredHead(folder, head, QWEN + LAYER, {name: QWEN + name for name in NEXTN})
-    return StoredHead(folder, head, prefix, {name: prefix + own for name, own in NEXTN.items()})
+        return StoredHead(head, QWEN + LAYER, {name: QWEN + name for name in NEXTN})
+    return StoredHead(head, prefix, {name: prefix + own for name, own in NEXTN.items()})
 
 
 def holds_head(folder: Path) -> bool:
     """Return whether files of a folder hold an MTP head by the names of Qwen's. Broken ones do not."""
     with suppress(UsageError):
-        return any(name.startswith(QWEN) for name in _files(folder))
+        return bool(open_folder(folder, prefix=QWEN).tensors)
     return False
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor by name."""
-    if (folder / INDEX).is_file():
-        with blaming(folder / INDEX):
-            weight_map = read_json(folder / INDEX)["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    files: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with blaming(file):
-            files |= dict.fromkeys(open_tensors([str(file)]), file)
-    return files
 
 
 @dataclass(frozen=True)
@@ -80,13 +61,11 @@ class StoredHead:
     """MTP head in a checkpoint, with tensors that are not read yet.
 
     Attributes:
-        folder: Folder of the checkpoint, for messages.
         tensors: Tensors by their names in the checkpoint.
         layer: Prefix of the layer's tensors in the checkpoint.
         around: Names in the checkpoint of the parts around the layer, by their names in `MTPHead`.
     """
 
-    folder: Path
     tensors: Mapping[str, StoredTensor]
     layer: str
     around: Mapping[str, str]
@@ -115,16 +94,7 @@ class StoredHead:
         """
         parts = {name: self._parts(name, shape) for name, shape in shapes.items()}
         expected = {part: shape for of_one in parts.values() for part, shape in of_one.items()}
-        actual = {name: tensor.shape for name, tensor in self.tensors.items()}
-        wrong = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
-        if wrong:
-            details = "; ".join(
-                f"{name}: expected {expected.get(name)}, found {actual.get(name)}" for name in wrong[:5]
-            )
-            raise UsageError(
-                f"{self.folder}: {len(wrong)} tensors of its MTP head do not fit its configuration: {details}. "
-                "Copy the model's files again, or use another drafter."
-            )
+        check_shapes(expected, self.tensors, HEAD_TENSORS, COPY_AGAIN)
         return {
             name: torch.cat([self.tensors[part].tensor() for part in of_one]).view(shapes[name])
             for name, of_one in parts.items()

@@ -18,7 +18,7 @@ from blockdraft.drafters.mtp.in_target import StoredHead
 from blockdraft.drafters.mtp.network import MTPConfig
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, one_layer
 from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw, check_kind
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import check_tensors, write_folder
 from blockdraft.formats.speculators_config import draft_tokens_of, layer_config, named
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.formats.stored import check_floats, stored
@@ -58,12 +58,8 @@ class MTP(Layout):
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        raw, tensors = read_config(path), read_tensors(path)
-        with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, target)
-        with blaming(path):
-            check_tensors({PREFIX + name: shape for name, shape in shapes_of(config.network).items()}, tensors)
+    def checkpoint(self, raw: Raw, config: MTPConfig, tensors: dict[str, Tensor]) -> Checkpoint:
+        check_tensors({PREFIX + name: shape for name, shape in shapes_of(config.network).items()}, tensors)
         return Checkpoint(config, {name.removeprefix(PREFIX): _shifted(name, one, 1) for name, one in tensors.items()})
 
     def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
@@ -145,21 +141,16 @@ class MTPSpeculators(Layout):
     def config(
         self, raw: Raw, tensors: Mapping[str, Any], target: DrafterTarget
     ) -> tuple[MTPConfig | TargetMTPConfig, bool]:
-        has_experts = StoredHead(Path(), tensors, LAYERS, AROUND).has_experts
+        has_experts = StoredHead(tensors, LAYERS, AROUND).has_experts
         return parse_config(raw, target.num_layers or 1, has_experts), target.num_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(NOT_RUN)
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        raw = read_config(path)
-        tensors = {name: stored(tensor) for name, tensor in read_tensors(path).items() if name not in UNUSED}
-        with blaming(path):
-            check_floats(tensors)
-        head = StoredHead(path, tensors, LAYERS, AROUND)
-        with blaming(Path(path, "config.json")):
-            config = parse_config(raw, target.num_layers or 1, head.has_experts)
-        return Checkpoint(config, head.read(shapes_of(config.network)))
+    def checkpoint(self, raw: Raw, config: Any, tensors: dict[str, Tensor]) -> Checkpoint:
+        own = {name: stored(tensor) for name, tensor in tensors.items() if name not in UNUSED}
+        check_floats(own)
+        return Checkpoint(config, StoredHead(own, LAYERS, AROUND).read(shapes_of(config.network)))
 
     def check(self, config: Any, target: DrafterTarget = NO_TARGET) -> None:
         config_dict(config, target)
@@ -167,7 +158,7 @@ class MTPSpeculators(Layout):
     def write(self, path: str | Path, checkpoint: Checkpoint, target: DrafterTarget = NO_TARGET) -> None:
         raw = config_dict(checkpoint.config, target)
         check_tensors(shapes_of(checkpoint.config.network), checkpoint.tensors)
-        names = StoredHead(Path(path), {}, LAYERS, AROUND)
+        names = StoredHead({}, LAYERS, AROUND)
         tensors = {names.own(name): tensor for name, tensor in checkpoint.tensors.items()}
         write_folder(path, {**raw, "dtype": one_dtype(tensors)}, tensors, checkpoint.trained)
 

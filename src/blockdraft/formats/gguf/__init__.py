@@ -9,7 +9,6 @@ from blockdraft.formats.gguf.blocks import FLOATS, READERS, bytes_held, usual_bl
 from blockdraft.formats.gguf.files import (
     GGUFFile,
     GGUFTensor,
-    dense,
     gguf_outline,
     is_gguf,
     open_gguf,
@@ -17,5 +16,5 @@ from blockdraft.formats.gguf.files import (
     read_values,
 )
 
-__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "bytes_held", "dense", "gguf_outline", "is_gguf"]
+__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "bytes_held", "gguf_outline", "is_gguf"]
 __all__ += ["open_gguf", "read_header", "read_values", "usual_block"]

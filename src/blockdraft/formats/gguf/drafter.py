@@ -11,15 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.gguf.files import GGUFFile, open_gguf
 from blockdraft.formats.gguf.kinds import EMBEDDING, HEAD, OWN, TOKENS, kind_in, kind_of, kinds
 from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, WORDS
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import need
-from blockdraft.nn.quantization import QuantizedWeight
 
 DEPTH = f"{OWN}num_target_layers"
 MODEL, TOKENS_OF_TARGET = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
@@ -113,11 +110,6 @@ def read_gguf_drafter(path: str | Path, num_target_layers: int | None = None) ->
     known = {*kind.names(config).values(), ROPE_FACTORS, TOKENS, HEAD, EMBEDDING}
     strange = sorted(set(file.tensors) - known)
     need(not strange, f"{path}: a tensor", strange[:1], "one that is known here; use llama.cpp for this drafter")
-    checkpoint = kind.checkpoint(config, {name: _tensor(file, name) for name in file.tensors if name != ROPE_FACTORS})
-    return replace(checkpoint, trained=gguf_trained(file))
-
-
-def _tensor(file: GGUFFile, name: str) -> Tensor:
-    tensor = file.tensors[name].read()
-    tensor = tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
-    return tensor.float() if tensor.is_floating_point() else tensor
+    read = {name: tensor.tensor() for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
+    floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in read.items()}
+    return replace(kind.checkpoint(config, floats), trained=gguf_trained(file))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.blocks import INDICES, READERS
+from blockdraft.formats.stored import StoredTensor, TensorFiles, dense
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.text_files import refuse_pointer
 
@@ -48,13 +49,14 @@ NUMBERS = {
 
 
 @dataclass(frozen=True)
-class GGUFTensor:
-    """Tensor in a memory-mapped file.
+class GGUFTensor(StoredTensor):
+    """Tensor in a memory-mapped file. Its type must be one of `READERS` or `INDICES` to be read.
 
     Attributes:
         kind: Name of the tensor's type, such as "Q4_0" or "F16".
         shape: Shape in torch's order, outputs before inputs.
         place: Offset of its first byte in the file.
+        order: Which row of the file each row is, `[n]` int64; None is all rows in their order.
     """
 
     name: str
@@ -62,6 +64,7 @@ class GGUFTensor:
     shape: tuple[int, ...]
     file: mmap.mmap
     place: int
+    order: Tensor | None = None
 
     def part(self, index: int) -> GGUFTensor:
         """Return one matrix of several, `[matrices, out, in]`."""
@@ -77,35 +80,30 @@ class GGUFTensor:
         yield np.frombuffer(self.file, np.uint8, math.prod(shape), self.place).reshape(shape)
         _release(self.file)
 
-    def read(self, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
-        """Read the tensor, whose type must be one of `READERS` or `INDICES`.
-
-        Args:
-            channels: Indices of its first dimension to read, `[n]` int64; None reads all.
-        """
-        size, is_vector = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][1], len(self.shape) == 1
+    def read(self) -> Tensor | QuantizedWeight:
+        size, order = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][1], self.order
+        by_value = order is not None and len(self.shape) == 1
         with self.mapped() as mapped:
-            raw = mapped.copy() if channels is None or is_vector else mapped[channels.numpy()]
+            raw = mapped.copy() if order is None or by_value else mapped[order.numpy()]
         raw = raw.reshape(*raw.shape[:-1], -1, size)
         weight = (READERS | INDICES)[self.kind](torch.from_numpy(raw))
-        if is_vector and channels is not None:
-            assert isinstance(weight, Tensor), "few bits are for matrices"
-            return weight[channels]
-        return weight
+        return dense(weight)[order] if by_value else weight
 
-
-def dense(weight: Tensor | QuantizedWeight) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+    def in_file(self, positions: Tensor) -> Tensor:
+        """Return which value of the file each value is, by their indices, `[n]` int64."""
+        inputs = math.prod(self.shape[1:])
+        return positions if self.order is None else self.order[positions // inputs] * inputs + positions % inputs
 
 
 def read_values(tensors: Sequence[GGUFTensor], positions: Sequence[Tensor]) -> Sequence[Tensor]:
     """Read some values of tensors of one type in one file, at `positions`, `[n]` int64 for each tensor."""
     kind, file = tensors[0].kind, tensors[0].file
+    positions = [tensor.in_file(own) for tensor, own in zip(tensors, positions, strict=True)]
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     begins = [tensor.place + own // values * size for tensor, own in zip(tensors, positions, strict=True)]
     raw = np.frombuffer(file, np.uint8)[(torch.cat(begins)[:, None] + torch.arange(size)).numpy()]
     _release(file)
-    blocks, within = dense(READERS[kind](torch.from_numpy(raw).unsqueeze(1))), torch.cat(list(positions)) % values
+    blocks, within = dense(READERS[kind](torch.from_numpy(raw).unsqueeze(1))), torch.cat(positions) % values
     parts: Sequence[Tensor] = blocks[torch.arange(len(blocks)), within].split(list(map(len, positions)))
     return parts
 
@@ -117,23 +115,20 @@ def _release(file: mmap.mmap) -> None:
 
 
 @dataclass(frozen=True)
-class GGUFFile:
+class GGUFFile(TensorFiles):
     """A GGUF file, or all parts of a split one.
 
     Attributes:
         path: The file, or the first part.
-        parts: All parts.
         metadata: Values by their keys.
-        tensors: Tensors by their names.
     """
 
-    parts: Sequence[Path]
-    metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
+    metadata: Mapping[str, Any]
 
     @property
     def path(self) -> Path:
-        return self.parts[0]
+        return self.files[0]
 
 
 MAX_OUTLINES = 8
@@ -152,8 +147,9 @@ def open_gguf(path: str | Path) -> GGUFFile:
         UsageError: A part is missing, not a GGUF file, of another version or byte order, or truncated.
     """
     version, file = _version(path), _open(path)
-    scalars = {key: value for key, value in file.metadata.items() if not isinstance(value, list)}
-    _outlines[str(path)] = version, replace(file, metadata=scalars)
+    lists = {key for key, value in file.metadata.items() if key.startswith("tokenizer.") and isinstance(value, list)}
+    kept = {key: value for key, value in file.metadata.items() if key not in lists}
+    _outlines[str(path)] = version, replace(file, metadata=kept)
     if len(_outlines) > MAX_OUTLINES:
         _outlines.pop(next(iter(_outlines)), None)
     return file
@@ -163,7 +159,7 @@ def _open(path: str | Path) -> GGUFFile:
     metadata, tensors = read_header(Path(path))
     count = metadata.get("split.count", 1)
     if count in (0, 1):
-        return GGUFFile([Path(path)], metadata, tensors)
+        return GGUFFile([Path(path)], tensors, metadata)
     named = SHARD.fullmatch(str(path))
     if named is None or int(named[3]) != count:
         raise UsageError(f"{path} is one of {count} parts; give them names that end in -00001-of-{count:05}.gguf.")
@@ -178,11 +174,11 @@ def _open(path: str | Path) -> GGUFFile:
         raise UsageError(
             f"The parts of {path} do not belong together: they hold {len(tensors)} tensors; download all again."
         )
-    return GGUFFile(parts, metadata, tensors)
+    return GGUFFile(parts, tensors, metadata)
 
 
 def gguf_outline(path: str | Path) -> GGUFFile:
-    """Read a file as `open_gguf` does, without lists in its metadata, such as the vocabulary.
+    """Read a file as `open_gguf` does, without the lists of its tokenizer, such as the vocabulary.
 
     It is kept from when the file was last opened, since reading a vocabulary takes a tenth of a second.
     """

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.formats.quantized.base import check, check_groups, few_bits, lazily, modules, part_of, unpacked
-from blockdraft.formats.stored import FLOATS, StoredTensor
+from blockdraft.formats.quantized.base import check, check_groups, few_bits, modules, part_of, unpacked
+from blockdraft.formats.stored import FEW_BITS, FLOATS, MadeTensor, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 
 BITS = 4
@@ -24,7 +24,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict
     bits, version = raw.get("bits", raw.get("w_bit")), str(raw.get("version") or "gemm").lower()
     check(bits == BITS, f"its AWQ weights have {bits} bits; 4 are read")
     check(version == "gemm", f"its AWQ weights lie as {version}; gemm is read")
-    dense = {}
+    dense = dict[str, StoredTensor]()
     for module in modules(tensors, "qweight"):
         inputs, words = (*tensors[f"{module}.qweight"].shape, 0, 0)[:2]
         groups = (*tensors[f"{module}.scales"].shape, 0)[0] if f"{module}.scales" in tensors else 0
@@ -35,7 +35,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict
             part_of(tensors, f"{module}.qzeros", ["I32"], (groups, words)),
         )
         check_groups(module, inputs, groups)
-        dense[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, *parts))
+        dense[f"{module}.weight"] = MadeTensor((outputs, inputs), FEW_BITS, partial(_read, *parts))
     return dense
 
 

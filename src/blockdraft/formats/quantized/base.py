@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.formats.stored import FEW_BITS, StoredTensor
+from blockdraft.formats.stored import StoredTensor
 from blockdraft.nn.quantization import MAX_GROUP, MIN_GROUP, QuantizedWeight, narrow
 
 
@@ -96,7 +96,3 @@ def few_bits(values: Tensor, zeros: Tensor | None, scale: Tensor, bits: int) -> 
     codes, shift = (signed, middle) if bits == 8 else (values.view(torch.int8), 0)
     offset = scale.float() * (shift - zeros.float())
     return QuantizedWeight(codes.contiguous(), scale, offset.contiguous(), bits)
-
-
-def lazily(shape: tuple[int, int], read: Any) -> StoredTensor:
-    return StoredTensor(shape, FEW_BITS, read)

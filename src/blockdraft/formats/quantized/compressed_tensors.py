@@ -19,11 +19,10 @@ from blockdraft.formats.quantized.base import (
     check_groups,
     check_order,
     few_bits,
-    lazily,
     part_of,
     unpacked,
 )
-from blockdraft.formats.stored import FLOATS, StoredTensor
+from blockdraft.formats.stored import FEW_BITS, FLOATS, MadeTensor, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 
 PACKED, WHOLE = "pack-quantized", "int-quantized"
@@ -90,7 +89,7 @@ def _packed(module: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
         zero = None if zeros is None else unpacked(zeros.tensor().T, bits)[:, :outputs].T
         return few_bits(unpacked(weight.tensor(), bits), zero, _spread(scale, outputs), bits)
 
-    return lazily((outputs, inputs), read)
+    return MadeTensor((outputs, inputs), FEW_BITS, read)
 
 
 def _whole(module: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
@@ -107,7 +106,7 @@ def _whole(module: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
         zero = None if zeros is None else _spread(zeros, outputs).int() + 128
         return few_bits(weight.tensor().view(torch.uint8) ^ 128, zero, _spread(scale, outputs), 8)
 
-    return lazily((outputs, inputs), read)
+    return MadeTensor((outputs, inputs), FEW_BITS, read)
 
 
 def _scale(module: str, tensors: Mapping[str, StoredTensor], outputs: int, inputs: int) -> tuple[StoredTensor, int]:

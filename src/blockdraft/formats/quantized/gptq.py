@@ -16,12 +16,11 @@ from blockdraft.formats.quantized.base import (
     check_groups,
     check_order,
     few_bits,
-    lazily,
     modules,
     part_of,
     unpacked,
 )
-from blockdraft.formats.stored import FLOATS, StoredTensor
+from blockdraft.formats.stored import FEW_BITS, FLOATS, MadeTensor, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight
 
 LESS_ONE = {"gptq": 1, "gptq_v2": 0}  # subtracted from stored zeros, by `checkpoint_format`
@@ -33,7 +32,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict
         raise NotRead(f"its GPTQ weights have {bits} bits; 4 and 8 are read")
     check(layout in LESS_ONE, f"its GPTQ weights lie as {layout}; {' and '.join(LESS_ONE)} are read")
     check(not raw.get("dynamic"), "GPTQ's dynamic settings differ from module to module; one for all is read")
-    dense = {}
+    dense = dict[str, StoredTensor]()
     for module in modules(tensors, "qweight"):
         words, outputs = (*tensors[f"{module}.qweight"].shape, 0, 0)[:2]
         groups = (*tensors[f"{module}.scales"].shape, 0)[0] if f"{module}.scales" in tensors else 0
@@ -45,7 +44,8 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict
         )
         check_groups(module, inputs, groups)
         check_order(f"{module}.g_idx", tensors, inputs, groups)
-        dense[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, module, *parts, bits, LESS_ONE[layout]))
+        read = partial(_read, module, *parts, bits, LESS_ONE[layout])
+        dense[f"{module}.weight"] = MadeTensor((outputs, inputs), FEW_BITS, read)
     return dense
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from blockdraft.formats.quantized.base import check, lazily, modules, part_of
-from blockdraft.formats.stored import StoredTensor
+from blockdraft.formats.quantized.base import check, modules, part_of
+from blockdraft.formats.stored import FEW_BITS, MadeTensor, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight, narrow
 
 GROUP = 32
@@ -23,7 +23,7 @@ PARTS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, No
 
 def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the weights of experts one by one, such as `experts.3.gate_proj.weight`."""
-    dense = {}
+    dense = dict[str, StoredTensor]()
     for module in modules((name.replace("_blocks", ".blocks") for name in tensors), "blocks"):
         prefix, _, projection = module.rpartition(".")
         experts, outputs, groups = (*tensors[f"{module}_blocks"].shape, 0, 0, 0)[:3]
@@ -34,7 +34,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict
             shape = len(range(*part.indices(outputs))), groups * GROUP
             for expert in range(experts):
                 read = partial(_read, blocks, scales, expert, part)
-                dense[f"{prefix}.{expert}.{name}.weight"] = lazily(shape, read)
+                dense[f"{prefix}.{expert}.{name}.weight"] = MadeTensor(shape, FEW_BITS, read)
     return dense
 
 

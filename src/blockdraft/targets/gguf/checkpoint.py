@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, GGUFFile, bytes_held, dense, open_gguf, usual_block
+from blockdraft.formats.gguf import FLOATS, GGUFFile, bytes_held, open_gguf, usual_block
+from blockdraft.formats.stored import dense
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import why_not, why_not_packed
 from blockdraft.kernels.cpu.library import Library
@@ -81,7 +82,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
     store = options.store_dtype(default=torch.bfloat16)
     packs = options.compile != "off" and why_not_packed(wanted, dtype, device) is None
     made = build(kind, store, wanted.head_divisor, not matrices <= set(FLOATS)) if packs else None
-    library, origin = None if made is None else made.library(), Origin(file.parts, {"dtype": str(dtype)})
+    library, origin = None if made is None else made.library(), Origin(file.files, {"dtype": str(dtype)})
     keeps = on_cpu or (device.type == "cuda" and options.compile != "off" and find_spec("triton") is not None)
     held = bytes_held if on_cpu else partial(held_on_gpu, dtype=dtype)
     needed = weights.nbytes(kind if on_cpu else dtype, keeps, held)
@@ -155,7 +156,7 @@ def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device, m
     Raises:
         UsageError: They do not fit and are not mapped.
     """
-    path, stored = file.path, sum(part.stat().st_size for part in file.parts)
+    path, stored = file.path, file.bytes
     if mapped and needed > free / 2:
         log.warning(
             "The weights of %s take %.1f GiB of %.1f GiB of free memory. They are mapped from the cache folder%s.",

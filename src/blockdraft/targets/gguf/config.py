@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gguf import ExpertGatingFuncType
-from torch import Tensor
 
 from blockdraft.formats.gguf import GGUFFile, GGUFTensor
 from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, SHORT_FACTORS
@@ -427,12 +426,11 @@ def latent_expert_fields(file: GGUFFile, get: Get, dense: int, scale: float) -> 
 
 def long_rope(factors: GGUFTensor, context: int, scale: float) -> dict[str, Any]:
     """Return rotary parameters with a factor for each frequency, for sequences up to `context`."""
-    values = factors.read()
-    assert isinstance(values, Tensor), "a vector"
+    values = factors.tensor().tolist()
     return {
         "rope_type": "longrope",
-        "short_factor": values.tolist(),
-        "long_factor": values.tolist(),
+        "short_factor": values,
+        "long_factor": values,
         "attention_factor": scale,
         "original_max_position_embeddings": context,
     }
@@ -488,8 +486,7 @@ def gemma4_fields(file: GGUFFile, get: Get, fields: Mapping[str, Any]) -> dict[s
         raise NotCovered(f"it lacks {LAYER_INPUTS}")
     share = 1.0
     if ROPE_FACTORS in file.tensors:
-        factors = file.tensors[ROPE_FACTORS].read()
-        assert isinstance(factors, Tensor), "a vector"
+        factors = file.tensors[ROPE_FACTORS].tensor()
         share = float((factors == 1).float().mean())
         if not ((factors == 1) | (factors > 1e20)).all():
             raise NotCovered(f"its {ROPE_FACTORS} are neither 1 nor infinite")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import GGUFFile, dense, open_gguf
+from blockdraft.formats.gguf import GGUFFile, gguf_outline
+from blockdraft.formats.stored import dense
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.decoder_layer import DecoderLayer, plain
 from blockdraft.nn.packed import PackedLinear, pack_weights
@@ -39,7 +40,7 @@ def read_gguf_head(target: Target) -> DecoderHead:
     """
     path, kernels = target.path, cast("Library | None", target.kernels)
     assert path is not None
-    file = open_gguf(path)
+    file = gguf_outline(path)
     if not has_head(file):
         raise UsageError(
             f"{path} has no MTP head: its nextn_predict_layers is missing or 0. llama.cpp's converter leaves the head "

@@ -14,9 +14,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held, dense, read_values
+from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held, read_values
 from blockdraft.formats.gguf.blocks import empty_interleaved
 from blockdraft.formats.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, paired
+from blockdraft.formats.stored import TensorFiles
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Rope
 from blockdraft.nn.packed import PackedWeight
@@ -58,23 +59,16 @@ REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-r
 
 
 @dataclass(frozen=True)
-class GGUFWeights:
-    """Tensors of a file that a decoder reads; see `decoder_weights`.
+class GGUFWeights(TensorFiles):
+    """Tensors of a file that a decoder reads, by our names; see `decoder_weights`.
 
     Attributes:
-        tensors: Tensors by our names.
-        orders: Which row of the file each of our rows is, `[rows]` int64, where they differ, by our names.
-        expanded: Our names of quantized tensors that are read as float32, since they share a matrix product with
+        expanded: Names of quantized tensors that are read as float32, since they share a matrix product with
             unquantized ones.
     """
 
-    tensors: dict[str, GGUFTensor]
-    orders: dict[str, Tensor]
+    tensors: Mapping[str, GGUFTensor]
     expanded: frozenset[str] = frozenset()
-
-    @property
-    def kinds(self) -> set[str]:
-        return {tensor.kind for tensor in self.tensors.values()}
 
     def nbytes(self, floats: torch.dtype, few: bool = True, held: Callable[[str], float] = bytes_held) -> int:
         """Return the bytes of the weights, with unquantized ones (or all, without `few`) in the dtype `floats`.
@@ -90,10 +84,10 @@ class GGUFWeights:
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """Read a weight onto the CPU, in its own dtype or quantized."""
-        weight = self.tensors[name].read(self.orders.get(name))
+        tensor = self.tensors[name]
         if name.endswith(LOGARITHM):  # files hold -exp(A_log)
-            return _logarithm(dense(weight))
-        return dense(weight) if name in self.expanded else weight
+            return _logarithm(tensor.tensor())
+        return tensor.tensor() if name in self.expanded else tensor.read()
 
     def packed(self, names: Sequence[str], library: Library) -> PackedWeight | None:
         """Pack the matrices of one product straight from the file. Return None where that takes another way."""
@@ -108,10 +102,10 @@ class GGUFWeights:
         begin, outputs = 0, sum(part.shape[0] for part in parts)
         wide = 0 if len(kinds) == 1 else 16 if "Q6_K" in kinds else 8
         whole = empty_interleaved(sorted(kinds), outputs, inputs, lanes)
-        for name, part in zip(names, parts, strict=True):
+        for part in parts:
             own = whole.blocks(begin // lanes, (begin + part.shape[0]) // lanes)
             with part.mapped() as raw:
-                library.pack_blocks(GGMLQuantizationType[part.kind], raw, self.orders.get(name), own, inputs, wide)
+                library.pack_blocks(GGMLQuantizationType[part.kind], raw, part.order, own, inputs, wide)
             begin += part.shape[0]
         return PackedWeight(library, whole, outputs, inputs)
 
@@ -128,17 +122,9 @@ class GGUFWeights:
             for first in range(0, len(names), SAMPLED_AT_ONCE):
                 own = names[first : first + SAMPLED_AT_ONCE]
                 tensors = [self.tensors[name] for name in own]
-                for name, values in zip(own, read_values(tensors, list(map(self._positions, own))), strict=True):
+                positions = [sampled_positions(math.prod(tensor.shape)) for tensor in tensors]
+                for name, values in zip(own, read_values(tensors, positions), strict=True):
                     yield name, self.tensors[name].shape, _logarithm(values) if name.endswith(LOGARITHM) else values
-
-    def _positions(self, name: str) -> Tensor:
-        """Return where the sampled values of a tensor lie in the file."""
-        shape = self.tensors[name].shape
-        positions = sampled_positions(math.prod(shape))
-        if name not in self.orders:
-            return positions
-        order, inputs = self.orders[name], math.prod(shape[1:])
-        return order[positions // inputs] * inputs + positions % inputs
 
 
 def _has_half_scales(tensor: GGUFTensor) -> bool:
@@ -200,7 +186,7 @@ def _weights(
     file: GGUFFile, config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], layers: Iterable[int]
 ) -> GGUFWeights:
     architecture = file.metadata["general.architecture"]
-    names, weights = our_names(architecture, config), {}
+    names, orders, weights = our_names(architecture, config), row_orders(architecture, config), {}
     for ours, shape in shapes.items():
         theirs, expert = names[ours], EXPERT.search(ours)
         if theirs not in file.tensors:
@@ -214,18 +200,18 @@ def _weights(
             raise NotCovered(f"{theirs} has the shape {list(tensor.shape)} instead of {list(shape)}")
         if ours.endswith(".bias") and tensor.kind not in FLOATS:
             raise NotCovered(f"{theirs} is of the type {tensor.kind} instead of {', '.join(FLOATS)}")
-        weights[ours] = tensor if expert is None else tensor.part(int(expert[1]))
+        weights[ours] = replace(tensor if expert is None else tensor.part(int(expert[1])), order=orders.get(ours))
     expanded = set[str]()
     for layer in layers:
         for parts in config.projections(layer).values():
             names_of_one = {f"{name}.weight" for name, _ in parts}
             few = {name for name in names_of_one if weights[name].kind not in FLOATS}
             expanded |= few if few != names_of_one else set()
-    return GGUFWeights(weights, row_orders(architecture, config), frozenset(expanded))
+    return GGUFWeights(file.files, weights, frozenset(expanded))
 
 
 def row_orders(architecture: str, config: DecoderConfig) -> dict[str, Tensor]:
-    """Return `GGUFWeights.orders` of a decoder in files of this architecture."""
+    """Return `GGUFTensor.order` of a decoder's tensors in files of this architecture, where rows differ."""
     orders = {}
     if architecture in INTERLEAVED:
         counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
@@ -274,8 +260,7 @@ def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
     """
     layers = config.layers
     if ROPE_FACTORS in file.tensors and not config.mixed:
-        factors = file.tensors[ROPE_FACTORS].read()
-        assert isinstance(factors, Tensor), "a vector"
+        factors = file.tensors[ROPE_FACTORS].tensor()
         if factors.shape != (config.rotated // 2,):
             raise NotCovered(f"{ROPE_FACTORS} has the shape {list(factors.shape)} instead of [{config.rotated // 2}]")
         layers = tuple(replace(kind, rope=_slowed(kind.rope, factors)) for kind in layers)

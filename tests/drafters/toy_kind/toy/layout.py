@@ -7,9 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import NO_TARGET, Checkpoint, DrafterTarget, Layout, Raw
-from blockdraft.formats.folder import check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import check_tensors, write_folder
 from blockdraft.formats.starting import Start, nowhere
 from blockdraft.formats.trained import KEYS
 from toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
@@ -29,9 +31,7 @@ class ToyLayout(Layout):
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(dict.fromkeys(("vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"), "it runs no toys"))
 
-    def read(self, path: Path, target: DrafterTarget) -> Checkpoint:
-        tensors = read_tensors(path)
-        config, _ = self.config(read_config(path), tensors, target)
+    def checkpoint(self, raw: Raw, config: Any, tensors: dict[str, Tensor]) -> Checkpoint:
         check_tensors({name: tuple(one.shape) for name, one in ToyNetwork(config).state_dict().items()}, tensors)
         return Checkpoint(config, tensors)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
-from blockdraft.formats.stored import StoredTensor
+from blockdraft.formats.stored import MadeTensor, StoredTensor
 from blockdraft.nn.quantization import QuantizedWeight, best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 from blockdraft_tools.gguf import MatrixType
@@ -137,7 +137,7 @@ def q4_0_tensor(weight: Tensor) -> StoredTensor | None:
         return None
     quantized = quantize_weight(weight, 4, best_group(weight.size(1)), shares=QUICK)
     exact = isinstance(quantized.scale, Tensor) and quantized.scale.dtype == torch.float16
-    return StoredTensor(tuple(weight.shape), Q4_0, lambda: quantized) if exact else None
+    return MadeTensor(tuple(weight.shape), Q4_0, lambda: quantized) if exact else None
 
 
 def _q4_0_blocks(weight: QuantizedWeight) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
 from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_FACTORS
-from blockdraft.formats.stored import StoredTensor, stored
+from blockdraft.formats.stored import MadeTensor, StoredTensor, stored
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.families import decoder_config
@@ -120,18 +120,14 @@ def gguf_tensors(
     for ours, theirs in our_names(architecture, config).items():
         tensor = tensors[ours]
         if ours in orders:
-            tensor = replace(tensor, read=partial(_in_file_order, tensor, orders[ours]))
+            tensor = tensor.rows(orders[ours].argsort())
         elif config.norm_plus_one and ours.endswith("norm.weight"):
-            tensor = replace(tensor, kind="F32", read=partial(_plus_one, tensor))
+            tensor = MadeTensor(tensor.shape, "F32", partial(_plus_one, tensor))
         written[theirs] = tensor
     if factors_of is not None:
         frequencies = torch.tensor(config.layers[0].rope.inverse_frequencies)
         written[ROPE_FACTORS] = stored(rope_factors(factors_of, frequencies))
     return written
-
-
-def _in_file_order(tensor: StoredTensor, order: Tensor) -> Tensor:
-    return tensor.tensor()[order.argsort()]
 
 
 def _plus_one(tensor: StoredTensor) -> Tensor:

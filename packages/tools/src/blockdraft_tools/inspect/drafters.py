@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockdraft.drafters import entries
-from blockdraft.errors import UsageError
 from blockdraft.formats import DrafterTarget, Layout, Trained
 from blockdraft.formats.architectures import find_architecture
-from blockdraft.formats.folder import blaming, open_folder, weight_files
+from blockdraft.formats.folder import blaming, open_drafter
 from blockdraft.formats.gguf import GGUFFile
 from blockdraft.formats.gguf.drafter import TOKENS_OF_TARGET, drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
@@ -69,15 +68,11 @@ class DrafterFiles:
 
 def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any], target: Description | None) -> Report:
     """Report on a folder of one of the layouts. Raise a UsageError if it is incomplete or unsupported."""
-    weights = weight_files(path, layout.pickle)
-    if not weights:
-        raise UsageError(f"{path} has no weights (*.safetensors) beside config.json; copy them there.")
+    opened = open_drafter(path, layout.pickle)
     vocabulary = target.text.tokenizer.get_vocab() if target is not None and target.text.tokenizer else None
-    with blaming(path):
-        tensors = open_folder(path, layout.pickle)
     with blaming(path / "config.json"):
         facts = DrafterTarget(vocabulary=vocabulary, num_layers=None if target is None else layers_of(target))
-        config, layers_known = layout.config(raw, tensors, facts)
+        config, layers_known = layout.config(raw, opened.tensors, facts)
         target_name = target_name_of(raw) or raw.get("base_model_name_or_path")
     shared = find_architecture(config)
     files = DrafterFiles(
@@ -88,8 +83,8 @@ def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any],
         else next(entry for entry in entries().values() if name in entry.layouts).architectures[0],
         config=config,
         layers_known=layers_known,
-        kinds=_kinds(tensors.values()),
-        bytes=sum(file.stat().st_size for file in weights),
+        kinds=opened.kinds,
+        bytes=opened.bytes,
         kept=int(raw.get("draft_vocab_size") or config.vocab_size),
         target_name=target_name,
         trained=Trained.read(raw),
@@ -109,21 +104,14 @@ def gguf_report(file: GGUFFile, target: Description | None) -> Report:
         architecture=kind.configs()[type(config)],
         config=config,
         layers_known=known is not None,
-        kinds=_kinds(file.tensors.values()),
-        bytes=sum(part.stat().st_size for part in file.parts),
+        kinds=file.kinds,
+        bytes=file.bytes,
         kept=file.tensors["d2t"].shape[0] if "d2t" in file.tensors else config.vocab_size,
         target_name=None,
         trained=gguf_trained(file),
         words=file.metadata.get(TOKENS_OF_TARGET),
     )
     return _report(files, target)
-
-
-def _kinds(tensors: Iterable[Any]) -> dict[str, int]:
-    kinds: dict[str, int] = {}
-    for tensor in tensors:
-        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)
-    return kinds
 
 
 def _report(files: DrafterFiles, target: Description | None) -> Report:

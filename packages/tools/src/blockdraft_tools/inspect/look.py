@@ -11,11 +11,10 @@ from typing import Any
 from blockdraft.drafters import TINY_DRAFTER, bundled_for, drafter_files, drafter_path, entries
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
-from blockdraft.formats.folder import blaming
-from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.folder import open_folder
+from blockdraft.formats.gguf import gguf_outline, is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import is_drafter
 from blockdraft.formats.starting import Start
-from blockdraft.formats.stored import open_tensors
 from blockdraft.models import located
 from blockdraft.targets import BUNDLED, Description, describe_target, has_head
 from blockdraft.text_files import read_json
@@ -77,7 +76,7 @@ def _check_target(place: Path) -> None:
     raw = read_config(place) if (place / "config.json").is_file() else None
     kinds = {
         "a drafter": layout_of(raw) is not None
-        or (place.is_file() and is_gguf(place) and is_drafter(open_gguf(place))),
+        or (place.is_file() and is_gguf(place) and is_drafter(gguf_outline(place))),
         "an adapter": raw is None and (place / ADAPTER).is_file(),
     }
     if (report := _own_report(place, raw)) is not None:
@@ -122,8 +121,8 @@ def _target(path: str | Path, described: Description, given: Description | None)
         "rope": dict(rope),
         "tied_head": bool(getattr(config, "tie_word_embeddings", False)),
         "quantized": {key: few[key] for key in ("quant_method", "bits", "group_size", "format") if key in few} or None,
-        "weights": dict(described.kinds),
-        "bytes": described.bytes,
+        "weights": described.weights.kinds,
+        "bytes": described.weights.bytes,
         "chat_template": bool(described.text.tokenizer is not None and described.text.tokenizer.chat_template),
         "tokenizer": None if described.text.tokenizer is None else len(described.text.tokenizer),
         "runs": "native" if described.reason is None else f"hf: {described.reason}",
@@ -143,7 +142,7 @@ def _target(path: str | Path, described: Description, given: Description | None)
         }
         if wanted.experts is not None:
             about["experts"] = {"per_layer": wanted.experts.count, "per_token": wanted.experts.chosen}
-    in_file = is_gguf(path) and has_head(open_gguf(path))
+    in_file = is_gguf(path) and has_head(gguf_outline(path))
     about["mtp_head"] = in_file or any(getattr(config, key, 0) for key in MTP_LAYERS)
     drafter = ["--drafter", HELD_BY_TARGETS] if in_file and not bundled_for(path) else []
     ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, *drafter]))}
@@ -164,17 +163,15 @@ def _adapter(place: Path, given: Description | None) -> Report:
         modules = [modules] if isinstance(modules, str) else sorted(map(str, modules))  # a string is a pattern
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{place / ADAPTER} does not describe an adapter ({error!r}); copy it again.") from error
-    files = sorted(place.glob("*.safetensors"))
-    with blaming(place):
-        tensors = open_tensors([str(file) for file in files])
+    opened = open_folder(place)
     base = raw.get("base_model_name_or_path")
     about = {
         "architecture": kind,
         "rank": raw.get("r"),
         "alpha": raw.get("lora_alpha"),
         "modules": modules,
-        "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
-        "bytes": sum(file.stat().st_size for file in files),
+        "parameters": sum(opened.kinds.values()),
+        "bytes": opened.bytes,
     }
     target = str(base or "TARGET") if given is None else given.path
     line = ["blockdraft", "chat", "--target", target, "--adapter", str(place), "--drafter", "none"]
