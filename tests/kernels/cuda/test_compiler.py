@@ -91,7 +91,8 @@ def test_launches_of_a_layer() -> None:
     angles = torch.ones(1, 5, 1, 12), torch.zeros(1, 5, 1, 12)
     given = (layer, torch.ones(5, 32), angles, torch.arange(5)[None], torch.zeros(1, 1, 10, 32), store)
     with torch.no_grad():
-        _, [code] = run_and_get_code(compiled_layers(), *given)
+        actual, [code] = run_and_get_code(compiled_layers(), *given)
+        torch.testing.assert_close(actual, layer(*given[1:]), atol=1e-4, rtol=1e-4)
     lines = re.findall(r"^ {8}(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.aten\.\w+)", code, re.MULTILINE)
     fused = [line for line in lines if line.startswith("cpp_fused")]
     assert len(fused) <= 5 and len(lines) <= 10, lines
