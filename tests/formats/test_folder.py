@@ -1,7 +1,9 @@
 """Folders of config.json and safetensors."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
-from blockdraft.formats.folder import check_tensors, read_config, with_rope_theta
+from blockdraft.formats.folder import check_tensors, open_folder, read_config, with_rope_theta
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,42 @@ def test_weights_that_are_no_numbers_as_they_stand(
     wrong = f"{tmp_path / 'drafter'}: fc.weight is of type {kind}; weights must be of one of F64, F32, BF16, F16"
     with pytest.raises(UsageError, match=wrong):
         read_drafter(tmp_path / "drafter", None, 3)
+
+
+def test_which_files_hold_the_tensors(tmp_path: Path) -> None:
+    """Those of an index, unless a newer model.safetensors is not among them; else any; else the pickled one."""
+
+    def names(**options: Any) -> list[str]:
+        return [file.name for file in open_folder(tmp_path, **options).files]
+
+    def put(file: str, *tensors: str) -> None:
+        save_file({name: torch.full((2, 3), float(number)) for number, name in enumerate(tensors)}, tmp_path / file)
+
+    def index(**places: str) -> None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+    assert names() == [] and open_folder(tmp_path).kinds == {}
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights.bin")
+    assert names() == [] and names(pickle="weights.bin") == ["weights.bin"]
+    put("one.safetensors", "a", "model.b")
+    put("two.safetensors", "b", "e")
+    assert names(pickle="weights.bin") == ["one.safetensors", "two.safetensors"]
+    opened = open_folder(tmp_path)
+    assert opened.kinds == {"F32": 24} and opened.bytes == sum(file.stat().st_size for file in opened.files)
+    assert opened.tensors["model.b"].shape == (2, 3) and bool((opened.tensors["model.b"].tensor() == 1).all())
+    with pytest.raises(UsageError, match="two.safetensors: b must be in one file, got 'a repeated"):
+        open_folder(tmp_path, without="model.")
+    index(b="two.safetensors", c="away.safetensors")
+    assert [*open_folder(tmp_path, prefix="b").tensors] == ["b"]
+    with pytest.raises(UsageError, match="away.safetensors cannot be read"):
+        open_folder(tmp_path)
+    put("model.safetensors", "d")
+    assert names() == ["model.safetensors"]
+    index(b="two.safetensors", d="model.safetensors")
+    assert names() == ["model.safetensors", "two.safetensors"] and names(prefix="b") == ["two.safetensors"]
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UsageError, match="index.json: weight_map must be an object, .*copy the file"):
+        open_folder(tmp_path)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
