@@ -1,54 +1,23 @@
-"""Benchmark GGUF files of mixtures and hybrids, beside llama.cpp: `python -m benchmarks.mixture --shape gpt-oss-20b`.
-
-It writes a file with the shapes of a known model (--shape), few layers (--layers) and random weights, in types much as
-in published files. It prints seconds to load it for the first time and again, the largest resident set, tokens per
-second of plain decoding, and the time of forward passes of 1, 2, 4 and 8 random tokens with logits of the last one:
-medians of interleaved runs. A forward pass is measured when it runs the second time in a row, since llama.cpp makes a
-new graph for another number of tokens. With --llama PROGRAM (the `llama_peer` that `make bench-peers` builds) llama.cpp
-reads the same file in between.
-"""
+"""Shapes of known models, and GGUF files of random weights with them."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import random
-import statistics
-import sys
-import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import torch
-from benchmarks.harness.command import CORES, Parser, tell
-from benchmarks.harness.process import PeerProcess
-from benchmarks.harness.report import table
 from gguf import GGMLQuantizationType
 
-from blockdraft.decode.proposal import chain_parents
-from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
-from blockdraft.formats.gguf import open_gguf
-from blockdraft.machine import cache_folder
-from blockdraft.targets import load_target
-from blockdraft.types import SamplingParams
-
-CONTEXT = 512
-TOKENS = (1, 2, 4, 8)  # of a forward pass
-READ, WRITTEN = 16, 96  # tokens of a request
 # Bytes to set in each block: the place, and the factor that makes weights of about 0.02.
 SCALES: dict[str, dict[int, np.ndarray]] = {
     "Q4_K": {0: np.array([1e-4], "<f2"), 2: np.array([6e-4], "<f2")},
     "Q5_K": {0: np.array([5e-5], "<f2"), 2: np.array([6e-4], "<f2")},
     "Q6_K": {208: np.array([2e-5], "<f2")},
+    "Q5_0": {0: np.array([2e-3], "<f2")},
     "Q8_0": {0: np.array([3e-4], "<f2")},
     "MXFP4": {0: np.array([120], "<u1")},
 }
@@ -180,7 +149,7 @@ def qwen3_5_sizes(hidden: int, inner: int, heads: int, kv_heads: int, value_head
     }
 
 
-QWEN3_5_08B, QWEN3_5_4B = (1024, 3584, 8, 2, 16), (2560, 9216, 16, 4, 32)
+QWEN3_5_08B, QWEN3_5_2B, QWEN3_5_4B = (1024, 3584, 8, 2, 16), (2048, 6144, 8, 2, 16), (2560, 9216, 16, 4, 32)
 SMALL_VOCABULARY = 8192  # so that the layers take nearly all of the time
 
 
@@ -191,6 +160,86 @@ def qwen3_layer_of_06b(layer: int) -> Tensors:
         "ffn_norm.weight": ("F32", (1024,)),
         **vectors(("attn_q_norm.weight", 128), ("attn_k_norm.weight", 128)),
     }
+
+
+def qwen3_next_layer(number: int) -> Tensors:
+    """Return a layer of Qwen3-Coder-Next: Qwen3.5's, with two gates in one matrix, and experts."""
+    hidden, experts, inner, value_heads = 2048, 512, 512, 32
+    left_out = ("ffn_", "ssm_alpha", "ssm_beta")
+    layer = qwen3_5_layer(hidden, 0, 16, 2, value_heads)(number)
+    own = {name: tensor for name, tensor in layer.items() if not name.startswith(left_out)}
+    if number % 4 != 3:
+        own["ssm_ba.weight"] = ("Q8_0", (2 * value_heads, hidden))
+    for part, kind, sizes in (
+        ("gate", "Q4_K", (inner, hidden)),
+        ("up", "Q4_K", (inner, hidden)),
+        ("down", "Q6_K", (hidden, inner)),
+    ):
+        own |= {f"ffn_{part}_exps.weight": (kind, (experts, *sizes)), f"ffn_{part}_shexp.weight": (kind, sizes)}
+    return {
+        **own,
+        "ffn_gate_inp.weight": ("F32", (experts, hidden)),
+        "ffn_gate_inp_shexp.weight": ("F32", (hidden,)),
+    }
+
+
+# Layers of Nemotron 3 Nano: Mamba-2 (M), experts (E) and attention (*).
+NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+
+
+def nemotron_layer(number: int) -> Tensors:
+    """Return a layer of Nemotron 3 Nano. Rows of 2,688 numbers hold no whole blocks of Q4_K or Q6_K."""
+    hidden, heads, values, groups, state, experts, inner = 2688, 64, 4096, 8, 128, 128, 1856
+    norm, kind = vectors(("attn_norm.weight", hidden)), NEMOTRON[number]
+    if kind == "*":
+        return norm | attention("Q5_0", hidden, 32, 2, 128, "Q8_0") | {"attn_output.weight": ("Q4_K", (hidden, 4096))}
+    if kind == "E":
+        return {
+            **norm,
+            "ffn_gate_inp.weight": ("F32", (experts, hidden)),
+            "exp_probs_b.bias": ("F32", (experts,)),
+            "ffn_up_exps.weight": ("Q5_0", (experts, inner, hidden)),
+            "ffn_down_exps.weight": ("Q8_0", (experts, hidden, inner)),
+            "ffn_up_shexp.weight": ("Q5_0", (2 * inner, hidden)),
+            "ffn_down_shexp.weight": ("Q8_0", (hidden, 2 * inner)),
+        }
+    channels = values + 2 * groups * state
+    return {
+        **norm,
+        "ssm_in.weight": ("Q5_0", (values + channels + heads, hidden)),
+        "ssm_out.weight": ("Q4_K", (hidden, values)),
+        "ssm_conv1d.weight": ("F32", (channels, 4)),
+        **vectors(("ssm_conv1d.bias", channels), ("ssm_dt.bias", heads)),
+        **{f"ssm_{part}": ("F32", (heads, 1)) for part in "ad"},
+        "ssm_norm.weight": ("F32", (groups, values // groups)),
+    }
+
+
+def glm_flash_layer(number: int) -> Tensors:
+    """Return a layer of GLM-4.7-Flash: latent attention, then an MLP in the first layer and experts in others."""
+    hidden, heads, query, latent, rotated, plain, value = 2048, 20, 768, 512, 64, 192, 256
+    own: Tensors = {
+        **vectors(("attn_norm.weight", hidden), ("ffn_norm.weight", hidden)),
+        **vectors(("attn_q_a_norm.weight", query), ("attn_kv_a_norm.weight", latent)),
+        "attn_q_a.weight": ("Q4_K", (query, hidden)),
+        "attn_q_b.weight": ("Q4_K", (heads * (plain + rotated), query)),
+        "attn_kv_a_mqa.weight": ("Q4_K", (latent + rotated, hidden)),
+        "attn_k_b.weight": ("Q5_0", (heads, latent, plain)),
+        "attn_v_b.weight": ("Q4_K", (heads, value, latent)),
+        "attn_output.weight": ("Q4_K", (hidden, heads * value)),
+    }
+    parts = (("gate", "Q4_K"), ("up", "Q4_K"), ("down", "Q6_K"))
+
+    def mlp_of(name: str, inner: int, *experts: int) -> Tensors:
+        return {
+            f"ffn_{part}{name}.weight": (kind, (*experts, *((hidden, inner) if part == "down" else (inner, hidden))))
+            for part, kind in parts
+        }
+
+    if number == 0:
+        return own | mlp_of("", 10240)
+    router: Tensors = {"ffn_gate_inp.weight": ("F32", (64, hidden)), "exp_probs_b.bias": ("F32", (64,))}
+    return own | router | mlp_of("_exps", 1536, 64) | mlp_of("_shexp", 1536)
 
 
 GRANITE_ATTENTION = (5, 15, 25, 35)  # layers of Granite 4-H-1B with attention
@@ -271,6 +320,13 @@ SHAPES = {
         qwen3_5_layer(*QWEN3_5_08B),
         24,
     ),
+    "qwen3.5-2b": Shape(
+        "qwen35",
+        qwen3_5_sizes(*QWEN3_5_2B),
+        {"token_embd.weight": ("Q6_K", (SMALL_VOCABULARY, 2048)), **vectors(("output_norm.weight", 2048))},
+        qwen3_5_layer(*QWEN3_5_2B),
+        24,
+    ),
     "qwen3.5-4b": Shape(
         "qwen35",
         qwen3_5_sizes(*QWEN3_5_4B),
@@ -289,6 +345,42 @@ SHAPES = {
         {"token_embd.weight": ("Q6_K", (SMALL_VOCABULARY, 1536)), **vectors(("output_norm.weight", 1536))},
         granite_hybrid_layer,
         40,
+    ),
+    "qwen3-coder-next": Shape(
+        "qwen3next",
+        {name: value for name, value in qwen3_5_sizes(2048, 512, 16, 2, 32).items() if "sections" not in name}
+        | {"expert_count": 512, "expert_used_count": 10, "expert_feed_forward_length": 512}
+        | {"expert_shared_feed_forward_length": 512},
+        {"token_embd.weight": ("Q6_K", (SMALL_VOCABULARY, 2048)), **vectors(("output_norm.weight", 2048))},
+        qwen3_next_layer,
+        4,
+    ),
+    "nemotron-3-nano": Shape(
+        "nemotron_h_moe",
+        sizes(2688, 32, [2 if kind == "*" else 0 for kind in NEMOTRON], 128)
+        | {"context_length": 32768, "feed_forward_length": [1856 if kind == "E" else 0 for kind in NEMOTRON]}
+        | {"rope.dimension_count": 128, "attention.layer_norm_rms_epsilon": 1e-5}
+        | {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 8}
+        | {"ssm.time_step_rank": 64, "ssm.inner_size": 4096}
+        | {"expert_count": 128, "expert_used_count": 6, "expert_shared_count": 1, "expert_group_count": 1}
+        | {"expert_feed_forward_length": 1856, "expert_shared_feed_forward_length": 3712}
+        | {"expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_gating_func": 2},
+        tables(("Q8_0", "Q8_0"), SMALL_VOCABULARY, 2688) | vectors(("output_norm.weight", 2688)),
+        nemotron_layer,
+        6,
+    ),
+    "glm-4.7-flash": Shape(
+        "deepseek2",
+        sizes(2048, 20, 1, 576)
+        | {"context_length": 32768, "feed_forward_length": 10240, "attention.value_length": 512}
+        | {"attention.key_length_mla": 256, "attention.value_length_mla": 256, "attention.kv_lora_rank": 512}
+        | {"attention.q_lora_rank": 768, "rope.dimension_count": 64, "leading_dense_block_count": 1}
+        | {"expert_count": 64, "expert_used_count": 4, "expert_shared_count": 1, "expert_feed_forward_length": 1536}
+        | {"expert_weights_norm": True, "expert_weights_scale": 1.8, "expert_gating_func": 2}
+        | {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-5},
+        tables(("Q4_K", "Q6_K"), SMALL_VOCABULARY, 2048) | vectors(("output_norm.weight", 2048)),
+        glm_flash_layer,
+        4,
     ),
     "qwen3-0.6b": Shape(
         "qwen3",
@@ -343,107 +435,3 @@ def write_model(path: Path, shape: Shape, layers: int) -> None:
         values = random_values(kind, own, numbers)
         writer.write_tensor_data(-values if name.endswith("ssm_a") else values)
     writer.close()
-
-
-def serve(settings: dict[str, Any]) -> None:
-    """Load the model and answer requests, as `llama_peer` does."""
-    target = load_target(settings["model"], device="cpu", threads=settings["threads"], max_context=CONTEXT)
-    engine, cache = Engine(target, load_drafter("none", target=target)), target.new_cache(1, CONTEXT)
-    print(json.dumps({"ready": {"running": target.running}, "answers": ["decode"]}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)["decode"]
-        tokens = torch.tensor([request["prompt"]])
-        began = time.perf_counter()
-        if request["max_new_tokens"] == 1:
-            target.forward(
-                tokens, chain_parents(1, tokens.size(1)), cache, logits_at=torch.tensor([tokens.size(1) - 1])
-            )
-            print(json.dumps({"prefill_seconds": time.perf_counter() - began}), flush=True)
-            continue
-        [done] = engine.generate([request["prompt"]], SamplingParams(request["max_new_tokens"], ignore_eos=True))
-        seconds = time.perf_counter() - began - done.stats.prefill_seconds
-        print(json.dumps({"decode_seconds": seconds}), flush=True)
-
-
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, prog="python -m benchmarks.mixture", threads=CORES)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b", help="model whose shapes to take")
-    parser.add_argument("--layers", type=int, help="layers of the model (4 to 28, by --shape)")
-    parser.add_argument("--repeats", type=int, default=9, help="forward passes of each size (9)")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        help="file to read, or to write first, with packed weights beside it; without it a temporary one",
-    )
-    parser.add_argument("--llama", type=Path, metavar="PROGRAM", help="llama_peer, to measure it, too")
-    return parser.parse(words)
-
-
-def measure(model: Path, folder: Path, args: argparse.Namespace) -> None:
-    """Print start times, memory and forward passes."""
-    given = {"model": str(model), "threads": args.threads, "max_length": CONTEXT, "type": "f32"}
-    ours = [sys.executable, "-m", "benchmarks.mixture", "--serve"]
-    commands = {"ours, first start": ours, "ours": ours}
-    if args.llama is not None:
-        commands["llama.cpp"] = [str(args.llama)]
-    peers, rows, draws = dict[str, PeerProcess](), [], random.Random(1)
-    times, vocabulary = defaultdict[tuple[str, int], list[float]](list), open_gguf(model).tensors["token_embd.weight"]
-    with ExitStack() as running:
-        for name, command in commands.items():
-            log, own = folder / f"{len(peers)}.log", {"BLOCKDRAFT_CACHE": str(folder)}
-            peers[name] = PeerProcess(command, given, args.threads, log, 600, own)
-            running.callback(peers[name].close)
-            if name.endswith("first start"):
-                peers[name].close()
-        interleaved = [name for name in commands if not name.endswith("first start")]
-        for repeat in range(args.repeats + 2):  # the first two warm up
-            for count in (*TOKENS, READ):
-                prompt, written = (
-                    [draws.randrange(vocabulary.shape[0]) for _ in range(count)],
-                    1 if count in TOKENS else WRITTEN,
-                )
-                for name in interleaved if repeat % 2 else interleaved[::-1]:
-                    if written == 1:
-                        peers[name].ask("decode", {"prompt": prompt, "max_new_tokens": 1, "stops": []})
-                    answer = peers[name].ask("decode", {"prompt": prompt, "max_new_tokens": written, "stops": []})
-                    own = answer["prefill_seconds"] * 1000 if written == 1 else (written - 1) / answer["decode_seconds"]
-                    if repeat >= 2:
-                        times[name, count].append(own)
-        for name, peer in peers.items():
-            peak = f"{peer.peak_bytes() / 1e9:.2f}" if name in interleaved else ""
-            counts = (READ, *TOKENS)
-            passes = [f"{statistics.median(times[name, n]):.1f}" if name in interleaved else "" for n in counts]
-            rows.append([name, f"{peer.start_seconds:.1f}", peak, *passes])
-    print(table(["", "start s", "peak GB", "tokens/s", *(f"{count} tokens, ms" for count in TOKENS)], rows, 1))
-    if "llama.cpp" in peers:
-        pairs = zip(times["ours", READ], times["llama.cpp", READ], strict=True)
-        print(f"tokens/s over llama.cpp's, median of pairs: {statistics.median(a / b for a, b in pairs):.3f}")
-
-
-def main() -> None:
-    if sys.argv[1:2] == ["--serve"]:
-        serve(json.loads(sys.argv[-1]))
-        return
-    args = arguments()
-    shape = SHAPES[args.shape]
-    layers = args.layers or shape.default_layers
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder) / f"{args.shape}-{layers}.gguf"
-        if not model.exists():
-            tell(f"writing {model}")
-            partial = model.with_suffix(".partial")
-            write_model(partial, shape, layers)
-            partial.replace(model)
-        tell(f"{model.stat().st_size / 1e9:.2f} GB")
-        own, libraries = Path(folder), cache_folder() / "libraries"  # which are compiled once for all models
-        if args.model is not None:
-            own = model.with_suffix(".cache")
-            own.mkdir(exist_ok=True)
-        libraries.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            (own / "libraries").symlink_to(libraries)
-        measure(model, own, args)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Mixtures of experts and hybrids beside llama.cpp."""
