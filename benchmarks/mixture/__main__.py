@@ -4,9 +4,9 @@
     python -m benchmarks.mixture --shapes qwen3.5-0.8b,granite-4-h-1b
 
 It writes a GGUF file for each shape of a known model, with few layers (--layers) and random weights, in types much as
-in published files. For ours and for llama.cpp (llama-bench) it measures in turns: plain decoding behind 256 tokens and
-behind --far of them, forward passes of 4 and 8 tokens behind 256 as in a step that verifies draft tokens, prompts of
-512 tokens, and the largest resident set. The same command continues an interrupted run; --anew starts over. Results go
+in published files. For ours and for llama.cpp (llama-bench) it measures in turns: plain decoding behind 256 tokens,
+forward passes of 4 and 8 tokens there, as in a step that verifies draft tokens, prompts of 512 tokens, and the largest
+resident set; of ours also decoding behind --far tokens. The same command continues an interrupted run; --anew starts over. Results go
 to runs.csv and table.md of --out.
 """
 
@@ -157,16 +157,13 @@ def llama_bench(model: Path, threads: int, *options: object, program: Path = LLA
     return json.loads(answer), usage.ru_maxrss * 1024
 
 
-def measure_llama(model: Path, args: argparse.Namespace, repeat: int) -> dict[str, float]:
-    """Return llama.cpp's figures of one repeat. A long text is read in the first alone."""
-    [prompt], _ = llama_bench(model, args.threads, "-p", PROMPT, "-n", 0)
-    passes, peak = llama_bench(model, args.threads, "-p", "4,8", "-n", DECODED, "-d", NEAR)
+def measure_llama(model: Path, threads: int) -> dict[str, float]:
+    """Return llama.cpp's figures of one repeat, without those behind a long text, which it reads for many minutes."""
+    [prompt], _ = llama_bench(model, threads, "-p", PROMPT, "-n", 0)
+    passes, peak = llama_bench(model, threads, "-p", "4,8", "-n", DECODED, "-d", NEAR)
     found = {"prompt": prompt["avg_ns"] / 1e9, "peak": float(peak)}
     for each in passes:
         found[str(each["n_prompt"] or 1)] = each["avg_ns"] / 1e9 / (each["n_gen"] or 1)
-    if repeat == 0:
-        [far], _ = llama_bench(model, args.threads, "-p", 0, "-n", DECODED, "-d", args.far, "--no-warmup")
-        found["far"] = far["avg_ns"] / 1e9 / DECODED
     return found
 
 
@@ -263,7 +260,7 @@ def run(args: argparse.Namespace) -> None:
             for repeat in range(args.repeats):
                 found = {OURS: measure_ours(process, args)}
                 if LLAMA_BENCH.exists():
-                    found[THEIRS] = measure_llama(model, args, repeat)
+                    found[THEIRS] = measure_llama(model, args.threads)
                 for system, values in found.items():
                     figures.add(*(Figure(shape, system, what, repeat, value) for what, value in values.items()))
                 tell(f"{shape}, {repeat + 1} of {args.repeats}: {found}")
