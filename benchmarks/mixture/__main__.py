@@ -6,8 +6,8 @@
 It writes a GGUF file for each shape of a known model, with few layers (--layers) and random weights, in types much as
 in published files. For ours and for llama.cpp (llama-bench) it measures in turns: plain decoding behind 256 tokens,
 forward passes of 4 and 8 tokens there, as in a step that verifies draft tokens, prompts of 512 tokens, and the largest
-resident set; of ours also decoding behind --far tokens. The same command continues an interrupted run; --anew starts over. Results go
-to runs.csv and table.md of --out.
+resident set; of ours also decoding behind --far tokens. The same command continues an interrupted run; --anew starts
+over. Results go to runs.csv and table.md of --out.
 """
 
 from __future__ import annotations
