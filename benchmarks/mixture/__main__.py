@@ -167,14 +167,16 @@ def measure_llama(model: Path, threads: int) -> dict[str, float]:
     return found
 
 
-def measure_ours(process: PeerProcess, args: argparse.Namespace) -> dict[str, float]:
-    """Return our figures of one repeat. The largest resident set is read before the long text is."""
+def measure_ours(process: PeerProcess, far: int, repeat: int) -> dict[str, float]:
+    """Return our figures of one repeat. The largest resident set counts before the long text is read."""
     found = {"prompt": process.ask("prompt", {"tokens": PROMPT})["seconds"]}
     found["1"] = process.ask("decode", {"depth": NEAR})["seconds"]
     for tokens in (4, 8):
         found[str(tokens)] = process.ask("verify", {"depth": NEAR, "tokens": tokens})["seconds"]
-    found |= {"start": process.start_seconds, "peak": float(process.peak_bytes())}
-    found["far"] = process.ask("decode", {"depth": args.far})["seconds"]
+    if repeat == 0:
+        found |= {"start": process.start_seconds, "peak": float(process.peak_bytes())}
+    if far:
+        found["far"] = process.ask("decode", {"depth": far})["seconds"]
     return found
 
 
@@ -218,7 +220,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=listed(known=SHAPES), default=",".join(SHAPES), help="models to take them of")
     parser.add_argument("--layers", type=int, help="layers of each model (4 to 40, by its shape)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each system, in turns (3)")
-    parser.add_argument("--far", type=int, default=16384, metavar="TOKENS", help="the long text (16384)")
+    parser.add_argument("--far", type=int, default=16384, metavar="TOKENS", help="the long text; 0 for none (16384)")
     return parser.parse(words)
 
 
@@ -258,7 +260,7 @@ def run(args: argparse.Namespace) -> None:
             if "compiled" not in process.about["running"]:
                 raise PeerError(f"{shape} does not run compiled: {process.about['running']}")
             for repeat in range(args.repeats):
-                found = {OURS: measure_ours(process, args)}
+                found = {OURS: measure_ours(process, args.far, repeat)}
                 if LLAMA_BENCH.exists():
                     found[THEIRS] = measure_llama(model, args.threads)
                 for system, values in found.items():
