@@ -4,7 +4,7 @@
     python -m benchmarks.mixture --shapes qwen3.5-0.8b,granite-4-h-1b
 
 It writes a GGUF file for each shape of a known model, with few layers (--layers) and random weights, in types much as
-in published files. For ours and for llama.cpp (llama-bench) it measures in turns: plain decoding behind 256 tokens,
+in published files. For ours and for llama.cpp (llama-bench) it measures, interleaved: plain decoding behind 256 tokens,
 forward passes of 4 and 8 tokens there, as in a step that verifies draft tokens, prompts of 512 tokens, and the largest
 resident set; of ours also decoding behind --far tokens. The same command continues an interrupted run; --anew starts
 over. Results go to runs.csv and table.md of --out.
@@ -219,7 +219,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m benchmarks.mixture", out=out, quick=quick, resumes=True, threads=CORES)
     parser.add_argument("--shapes", type=listed(known=SHAPES), default=",".join(SHAPES), help="models to take them of")
     parser.add_argument("--layers", type=int, help="layers of each model (4 to 40, by its shape)")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each system, in turns (3)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved measurements of each system (3)")
     parser.add_argument("--far", type=int, default=16384, metavar="TOKENS", help="the long text; 0 for none (16384)")
     return parser.parse(words)
 
