@@ -331,12 +331,14 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, s
 def tiny(config: Any, seed: int = 0) -> PreTrainedModel:
     """Return a random transformers model with norm weights that differ.
 
-    NumPy draws the weights: torch's normal numbers differ in their last bits between processors.
+    NumPy draws the weights: torch's normal numbers differ in their last bits between processors. Decays of recurrent
+    layers keep the logarithms that transformers draws, to which a part is added.
     """
     from transformers import AutoModelForCausalLM
 
     random = np.random.default_rng(seed)
     with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for weight in model.parameters():
             drawn = torch.from_numpy(random.standard_normal(weight.shape, dtype=np.float32))
