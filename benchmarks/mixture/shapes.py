@@ -359,7 +359,8 @@ SHAPES = {
         "nemotron_h_moe",
         sizes(2688, 32, [2 if kind == "*" else 0 for kind in NEMOTRON], 128)
         | {"context_length": 32768, "feed_forward_length": [1856 if kind == "E" else 0 for kind in NEMOTRON]}
-        | {"rope.dimension_count": 128, "attention.layer_norm_rms_epsilon": 1e-5}
+        | {"rope.dimension_count": 128}
+        | {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5}
         | {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 8}
         | {"ssm.time_step_rank": 64, "ssm.inner_size": 4096}
         | {"expert_count": 128, "expert_used_count": 6, "expert_shared_count": 1, "expert_group_count": 1}
