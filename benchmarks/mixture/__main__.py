@@ -143,6 +143,8 @@ def serve(settings: dict[str, Any]) -> None:
 def llama_bench(model: Path, threads: int, *options: object, program: Path = LLAMA_BENCH) -> tuple[list[Any], int]:
     """Return the results of llama-bench in the order of its options, and its largest resident set in bytes.
 
+    The system counts this process's own size when it starts the other, so models should be larger than that.
+
     Raises:
         PeerError: It fails.
     """

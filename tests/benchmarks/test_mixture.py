@@ -38,7 +38,7 @@ def test_figures_of_llama_bench_are_seconds_of_a_pass(monkeypatch: pytest.Monkey
 def test_llama_bench_is_read_or_its_last_words_are_shown(tmp_path: Path) -> None:
     fake = program(tmp_path, f'echo "$@" > {tmp_path}/asked', "echo '[{\"avg_ns\": 7}]'")
     [found], peak = llama_bench(Path("model.gguf"), 2, "-p", 512, "-n", 0, program=fake)
-    assert found == {"avg_ns": 7} and 100_000 < peak < 1e9
+    assert found == {"avg_ns": 7} and peak > 100_000
     assert (tmp_path / "asked").read_text() == "-m model.gguf -t 2 -r 1 -o json -p 512 -n 0\n"
     with pytest.raises(PeerError, match="ended with 3: no such model"):
         llama_bench(Path("model.gguf"), 1, program=program(tmp_path, "echo no such model >&2", "exit 3"))
