@@ -63,6 +63,9 @@ def test_which_files_hold_the_tensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(UsageError, match="index.json: weight_map must be an object, .*copy the file"):
         open_folder(tmp_path)
+    index(b="two.safetensors", d=5)
+    with pytest.raises(UsageError, match="index.json: weight_map of d must be a file name, got 5; copy the file again"):
+        open_folder(tmp_path)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

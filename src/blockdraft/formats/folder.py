@@ -78,9 +78,11 @@ def open_folder(
     if (folder / INDEX).is_file():
         with blaming(folder / INDEX):
             raw = read_json(folder / INDEX)
-            known = isinstance(raw, dict) and isinstance(raw.get("weight_map"), dict)
-            need(known, "weight_map", None, "an object; copy the file again")
-            listed = raw["weight_map"]
+            places: Any = raw.get("weight_map") if isinstance(raw, dict) else None
+            need(isinstance(places, dict), "weight_map", places, "an object; copy the file again")
+            listed = places
+            for name, place in listed.items():
+                need(isinstance(place, str), f"weight_map of {name}", place, "a file name; copy the file again")
     if (folder / WHOLE).is_file() and WHOLE not in listed.values():
         files = [folder / WHOLE]
     elif listed:
