@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
+TOGETHER_SECONDS = 10.0  # after which a request is answered alone
 WORDS = ["one ", "two ", "three ", "four ", "five ", "six "]  # a token each
 METRICS = {
     "vllm": """# TYPE vllm:cache_config_info gauge
@@ -101,7 +103,8 @@ class FakeServer:
     async def stream(self, body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
-        while "TOGETHER" in prompt and self.most_at_once < 3:
+        until = time.monotonic() + TOGETHER_SECONDS
+        while "TOGETHER" in prompt and self.most_at_once < 3 and time.monotonic() < until:
             await asyncio.sleep(0.001)
         words = WORDS[: body["max_tokens"]]
         if "DIFFER" in prompt and self.drafts:
