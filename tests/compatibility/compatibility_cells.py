@@ -194,8 +194,8 @@ ids alone, because their tokenizer is not read. The text part of Qwen3-VL runs a
 and Ultra are refused, because their experts read a latent projection. The context of Ministral 3 and Devstral 2 ends at
 their original one, mostly 16,384 tokens, because attention is scaled by position beyond.
 """
-LAST = """Quantized checkpoints of other layouts than those of [quantize.md](quantize.md) run through transformers, if
-it supports them on the device.
+LAST = """All families of the native decoder but Gemma 4 can be [quantized](quantize.md) at load and on disk. Quantized
+checkpoints of other layouts than those of that page run through transformers, if it supports them on the device.
 
 ## Recurrent layers
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
-from blockdraft.targets import FAMILIES, Target, decoder_config, embedding_and_head, load_target
+from blockdraft.nn.quantization import best_group
+from blockdraft.nn.quantize_weight import QUICK, quantize_weight
+from blockdraft.targets import FAMILIES, HEAD, TABLE, Target, decoder_config, embedding_and_head, load_target
 from blockdraft.targets.base import NotCovered
 from blockdraft_tools.checkpoint import open_checkpoint
 
@@ -465,12 +467,27 @@ def test_what_the_decoder_does_not_know_is_named(family: str, fields: dict[str, 
         decoder_config(AutoConfig.for_model(family, **fields))
 
 
-def test_experts_are_not_quantized_at_load_time(folders: dict[str, Path]) -> None:
-    folder, part = folders["qwen3_moe"], "routed experts"
-    with pytest.raises(ValueError, match=f"it has {part}, whose weights it neither quantizes nor reads"):
+def test_layers_of_several_shapes_are_not_quantized(folders: dict[str, Path]) -> None:
+    folder, part = folders["gemma4_text"], "layers of several shapes"
+    with pytest.raises(ValueError, match=f"it has {part}, whose weights it neither quantizes .* use a GGUF file"):
         load_target(folder, device="cpu", quantize="int8")
     with pytest.raises(ValueError, match=f"cannot be quantized: it has {part}"), open_checkpoint(folder):
         pass
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("compiled", ["on", "off"])
+def test_all_matrices_but_gates_are_quantized_at_load(folders: dict[str, Path], name: str, compiled: Any) -> None:
+    exact, target = (
+        load_target(folders[name], device="cpu", dtype="float32", compile=compiled, quantize=how)
+        for how in (None, "int4")
+    )
+    weights, whole = dict(exact.named_weights()), ("mlp.gate.", "shared_expert_gate.", "in_proj_b.", "in_proj_a.")
+    for label, weight in target.named_weights():
+        expected, bits = weights[label], 8 if label in (TABLE, HEAD) else 4
+        if weight.ndim == 2 and not any(part in label for part in whole):
+            expected = quantize_weight(expected, bits, best_group(weight.size(1)), shares=QUICK).dequantize()
+        assert torch.equal(weight, expected), label
 
 
 def test_latent_attention_has_no_keys_in_8_bits(folders: dict[str, Path]) -> None:
@@ -482,7 +499,7 @@ def test_recurrent_layers_are_quantized_and_not_exported(folders: dict[str, Path
     folder = folders["qwen3_5_text-odd"]
     target: Any = load_target(folder, device="cpu", quantize="int4")
     layer = target.decoder.layers[1]
-    assert layer.qkv.bits == 4 and layer.delta_gates.bits == 8
+    assert layer.qkv.bits == 4 and layer.delta_gates.bits is None
     refused = pytest.raises(ValueError, match="cannot be exported: it has recurrent layers")
     with refused, open_checkpoint(folder, doing="exported"):
         pass

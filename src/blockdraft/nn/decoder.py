@@ -57,6 +57,11 @@ def rope_angles(
     return tables
 
 
+def layer_class(config: DecoderConfig) -> type[DecoderLayer]:
+    """Return the class of a decoder's layers."""
+    return LatentLayer if config.latent is not None else MixedLayer if config.mixed else DecoderLayer
+
+
 class Decoder(nn.Module):
     """A decoder whose caller owns the keys and values.
 
@@ -74,7 +79,7 @@ class Decoder(nn.Module):
         self.config = config
         fused = fused or joining(read)
         self.embedding = PackedLinear(fused(["model.embed_tokens.weight"]))
-        made = LatentLayer if config.latent is not None else MixedLayer if config.mixed else DecoderLayer
+        made = layer_class(config)
         self.layers = nn.ModuleList(made(config, layer, read, fused) for layer in range(len(config.layers)))
         if config.layer_input_size:
             self.input_table = PackedLinear(fused([LAYER_INPUT_TABLE]))

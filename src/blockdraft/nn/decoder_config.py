@@ -12,6 +12,7 @@ from typing import ClassVar
 LAYER_INPUT_TABLE = "model.embed_tokens_per_layer.weight"
 LAYER_INPUT_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_INPUT_NORM = "model.per_layer_projection_norm.weight"
+GATES = ("router", "shared_gate", "delta_gates")  # projections that only weigh what others compute
 
 
 @dataclass(frozen=True)
@@ -229,23 +230,29 @@ class DecoderConfig:
     @property
     def decode_only(self) -> str | None:
         """Name of a part that can be decoded with but not quantized, or None."""
+        return "layers of several shapes" if self.mixed else None
+
+    @property
+    def unusual(self) -> str | None:
+        """Name of a part that CUDA graphs, JAX and writers of other formats do not know, or None."""
         parts = {
             "routed experts": self.experts,
             "short convolutions": self.conv_kernel,
             "layers of several shapes": self.mixed,
             "latent attention": self.latent,
+            "recurrent layers": self.recurrent_net,
         }
         return next((name for name, part in parts.items() if part), None)
 
-    @property
-    def unusual(self) -> str | None:
-        """Name of a part that CUDA graphs, JAX and writers of other formats do not know, or None."""
-        return self.decode_only or ("recurrent layers" if self.recurrent_net is not None else None)
+    @cached_property
+    def gates(self) -> frozenset[str]:
+        """Names of matrices that stay unquantized: routers, and gates of shared experts and delta nets.
 
-    def is_gate(self, name: str) -> bool:
-        """Return whether a matrix holds gates of a delta net, which are few and lose much by quantization."""
-        net = self.recurrent_net
-        return net is not None and name.removesuffix(".weight").endswith(tuple(net.gates))
+        They are small and lose much.
+        """
+        layers = map(self.projections, range(len(self.layers)))
+        parts = (name for layer in layers for gate in GATES for name, _ in layer.get(gate, ()))
+        return frozenset(f"{name}.weight" for name in parts)
 
     def head_dim_of(self, layer: int) -> int:
         return self.layers[layer].head_dim or self.head_dim

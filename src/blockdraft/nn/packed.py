@@ -79,6 +79,14 @@ class PackedWeight:
     outputs: int
     inputs: int
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What packed weights must have in common to be joined."""
+        data = self.data
+        if isinstance(data, Tensor):
+            return (data.dtype,)
+        return data.bits, data.floating, *((name, part.size(1)) for name, part in data.tensors().items())
+
 
 def pack_weights(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> PackedWeight:
     """Concatenate weights `[out, in]` along the output dimension and pack them for kernels.
@@ -105,7 +113,7 @@ def pack_weights(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) ->
 
 
 def join_packed(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Concatenate packed weights along the output dimension. All but the last must fill their blocks."""
+    """Concatenate packed weights of one form along the output dimension. All but the last must fill their blocks."""
     first, outputs = parts[0], sum(part.outputs for part in parts)
     assert all(part.outputs % part.kernels.lanes == 0 for part in parts[:-1]), "only the last has padding"
     if isinstance(first.data, Tensor):

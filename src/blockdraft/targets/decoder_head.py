@@ -83,7 +83,7 @@ def read_decoder_head(
         weight = tensors[name].tensor()
         if weight.ndim != 2:
             return weight.to(dtype, copy=True)
-        return weight if bits is None else quantize_matrix(config, name, weight, bits, dtype)
+        return weight if bits is None or name in config.gates else quantize_matrix(name, weight, bits, dtype)
 
     with torch.no_grad():
         module = DecoderLayer(config, number, read, packing(read, kernels))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BITS = {"int8": 8, "int4": 4}
-TABLE_BITS = 8  # of embedding, head and gates of delta nets, where fewer would lose most and save least
+TABLE_BITS = 8  # of embedding and head, where fewer would lose most and save least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,11 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
     check_store(path, wanted, options)
     special = wanted.decode_only if device.type == "cpu" else wanted.unusual
     if special and (options.quantize or (few and few.get("quant_method") != "mxfp4")):
-        raise NotCovered(f"it has {special}, whose weights it neither quantizes nor reads quantized")
+        elsewhere = "" if wanted.decode_only else "the device cpu or "
+        raise NotCovered(
+            f"it has {special}, whose weights it neither quantizes nor reads quantized; use {elsewhere}a GGUF file of "
+            "the model, which holds them quantized"
+        )
     reason = "compile is off" if compile == "off" else why_not(wanted, dtype, device)
     opened, source = open_weights(path, wanted, config, options)
     tensors = opened.tensors
@@ -105,8 +109,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> NativeCheckpoint:
             return weight
         if weight.ndim != 2:
             return weight.to(device, dtype, copy=True)  # without a copy it would keep its file mapped
-        if quantize is not None:
-            return quantize_matrix(wanted, name, weight, BITS[quantize], dtype)
+        if quantize is not None and name not in wanted.gates:
+            return quantize_matrix(name, weight, BITS[quantize], dtype)
         return weight.to(device, dtype) if library is None else weight
 
     with loading(path):
@@ -186,14 +190,16 @@ def packing(read: Read, kernels: Kernels) -> Make:
             pack_weights([read(name) for name in own], kernels)
             for _, own in groupby(names, lambda name: name.rsplit(".", 2)[0])
         ]
+        if len({part.form for part in parts}) > 1:  # experts of others' checkpoints may differ
+            return pack_weights([read(name) for name in names], kernels)
         return parts[0] if len(parts) == 1 else join_packed(parts)
 
     return make
 
 
-def quantize_matrix(wanted: DecoderConfig, name: str, weight: Tensor, bits: int, dtype: torch.dtype) -> QuantizedWeight:
+def quantize_matrix(name: str, weight: Tensor, bits: int, dtype: torch.dtype) -> QuantizedWeight:
     """Quantize a matrix of a checkpoint to `bits`, or to `TABLE_BITS` where fewer would lose most."""
-    bits = TABLE_BITS if name in (TABLE, HEAD) or wanted.is_gate(name) else bits
+    bits = TABLE_BITS if name in (TABLE, HEAD) else bits
     weight = weight if dtype == torch.float32 else weight.to(dtype)
     return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
 

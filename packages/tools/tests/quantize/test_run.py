@@ -117,8 +117,11 @@ def test_transformers_reads_the_same_numbers(models: dict[str, Path], tmp_path: 
     assert (logits - theirs).std() < 0.1 * theirs.std()  # we round inputs, too
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
-def test_recurrent_layers_are_quantized_without_their_gates(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5_text", "qwen3_next"],
+)
+def test_layers_of_all_kinds_are_quantized_without_their_gates(family: str, tmp_path: Path) -> None:
     source = write_model(family, tmp_path / "source")
     text = text_of(source)
     done = quantize(source, tmp_path / "few", QuantizeSettings(4, 8), text)
@@ -130,11 +133,17 @@ def test_recurrent_layers_are_quantized_without_their_gates(family: str, tmp_pat
         assert done.perplexity.calibrated == pytest.approx(perplexity(load(tmp_path / "few"), text.held_out), rel=1e-3)
     for name in ("few", "plain"):
         target = load(tmp_path / name, compile="on")
-        layer = target.decoder.layers[0]
-        assert (layer.qkv.bits, target.running) == (4, "native, compiled, int4 weights")
-        assert not layer.has_gates or layer.delta_gates.bits is None
+        assert (target.decoder.layers[0].qkv.bits, target.running) == (4, "native, compiled, int4 weights")
         assert perplexity(target, text.held_out) == pytest.approx(
             perplexity(load(tmp_path / name), text.held_out), rel=0.02
+        )
+    gates = ("mlp.gate.", "feed_forward.gate.", "shared_expert_gate.", "in_proj_b.", "in_proj_a.")
+    exact = dict(load(source).named_weights())
+    for label, weight in target.named_weights():  # of the one without a text
+        bits = 8 if label in TABLES else 4
+        whole = weight.ndim != 2 or any(part in label for part in gates)
+        assert torch.equal(weight, exact[label] if whole else quantize_weight(exact[label], bits, 8).dequantize()), (
+            label
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import exp, gcd, prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from blockdraft.formats.quantized.compressed_tensors import PACKED
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.decoder import rope_angles, rope_frequencies
-from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder import layer_class, rope_angles, rope_frequencies
+from blockdraft.nn.decoder_config import GATES, DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, Memory, Norm
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import QuantizedWeight, best_group, check_group
 from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.nn.recurrent_mixer import Ancestry, TreeRecurrence
+from blockdraft.nn.short_convolution import ConvolutionMemory, ConvolutionWindow
 from blockdraft.targets import HEAD, SOURCE, TABLE
 from blockdraft_tools.checkpoint import OpenCheckpoint, open_checkpoint
 from blockdraft_tools.model_folder import ModelWriter, new_folder
@@ -129,8 +131,7 @@ def quantization_config(source: OpenCheckpoint, settings: QuantizeSettings, grou
     own_head = not source.wanted.tied_head
     if settings.tables == "8":
         groups["group_1"] = rounding(["re:.*embed_tokens$", *(["lm_head"] if own_head else [])], TABLE_BITS)
-    net = source.wanted.recurrent_net
-    gates = [] if net is None else [f"re:.*{name}$" for name in net.gates]
+    gates = sorted(name.removesuffix(".weight") for name in source.wanted.gates)
     return {
         "quant_method": "compressed-tensors",
         "format": PACKED,
@@ -153,7 +154,7 @@ def _group(wanted: DecoderConfig, settings: QuantizeSettings) -> int:
 
 def _bits(wanted: DecoderConfig, name: str, shape: tuple[int, ...], settings: QuantizeSettings) -> int | None:
     """Return the bits of a tensor, or None if it is not quantized."""
-    if wanted.is_gate(name):
+    if name in wanted.gates:
         return None
     if name in (TABLE, HEAD):
         return TABLE_BITS if settings.tables == "8" else None
@@ -196,7 +197,7 @@ class LayerwiseForward:
         self._masks: list[Tensor | None] = []
         for window in config.windows:
             reached = window if window is not None and window < length else None
-            free = reached is None and config.attention_softcap is None
+            free = reached is None and config.attention_softcap is None and not config.sinks
             visible = None if free else visible_slots([0], within, positions, reached)
             self._masks.append(None if visible is None else grouped_mask(visible, group, torch.float32))
 
@@ -210,8 +211,14 @@ class LayerwiseForward:
         batch = max(1, TOKENS // self.length)
         for begin in range(0, len(states), batch):
             some = states[begin : begin + batch]
-            store: Memory = torch.zeros(len(some), 2 * config.num_kv_heads, self.length, config.head_dim)
-            if layer.recurrent_mixer is not None:
+            vectors = config.stored_per_head * config.num_kv_heads
+            store: Memory = torch.zeros(len(some), vectors, self.length, config.head_dim)
+            if layer.convolution is not None:
+                starts = torch.arange(0, some.shape[:2].numel(), self.length)[:, None]
+                parents = torch.arange(-1, self.length - 1).expand(len(some), -1)
+                window = ConvolutionWindow.of(parents, starts, torch.zeros_like(starts), config.conv_kernel)
+                store = ConvolutionMemory(torch.zeros_like(some).flatten(0, 1), window)
+            elif layer.recurrent_mixer is not None:
                 ancestry = Ancestry.of_chains(len(some), self.length, layer.recurrent_mixer.config.kernel)
                 store = TreeRecurrence(layer.recurrent_mixer.empty(len(some)), ancestry)
             angles, mask = self._angles[layer.rope], self._masks[layer.mask]
@@ -237,16 +244,20 @@ class LayerwiseForward:
 
 
 def moments(forward: LayerwiseForward, layer: DecoderLayer, states: Tensor) -> Mapping[str, Tensor]:
-    """Return sums of `x x^T`, `[in, in]`, over the inputs x of each projection of a layer with the input `states`."""
+    """Return sums of `x x^T`, `[in, in]`, over the inputs x of the projections of a layer with the input `states`.
+
+    Those of single experts and heads have none.
+    """
     sums: dict[str, Tensor] = {}
-    hooks = []
-    for name in forward.config.projections(layer.number):
 
-        def add(module: PackedLinear, given: tuple[Tensor, ...], name: str = name) -> None:
-            product = given[0].T @ given[0]
-            sums[name] = sums[name] + product if name in sums else product
+    def add(module: PackedLinear, given: tuple[Tensor, ...], name: str) -> None:
+        product = given[0].T @ given[0]
+        sums[name] = sums[name] + product if name in sums else product
 
-        hooks.append(getattr(layer, name).register_forward_pre_hook(add))
+    hooks = [
+        getattr(layer, name).register_forward_pre_hook(partial(add, name=name))
+        for name in forward.config.projections(layer.number)
+    ]
     try:
         forward.apply(layer, states)
     finally:
@@ -271,6 +282,7 @@ class _CalibratedRounding:
         """Yield all tensors, layer by layer."""
         source, wanted, text = self.source, self.source.wanted, self.text
         forward, layers = LayerwiseForward(wanted, text.held_out.size(1)), len(wanted.layers)
+        made = layer_class(wanted)
         exact_table = PackedLinear(self._exact(TABLE))
         table = self._nearest(TABLE)
         yield TABLE, table
@@ -281,18 +293,18 @@ class _CalibratedRounding:
         states = {name: forward.embed(embedding, text.held_out) for name, embedding in heads.items()}
         for number in range(layers):
             progress("layers", number, layers)
-            exact = DecoderLayer(wanted, number, self._exact)
-            nearest = DecoderLayer(wanted, number, lambda name: _in_float(self._nearest(name)))
+            exact = made(wanted, number, self._exact)
+            nearest = made(wanted, number, lambda name: _in_float(self._nearest(name)))
             sums = moments(forward, exact, calibration)
             weights = dict(self._compensated(number, exact, sums))
             yield from weights.items()
-            calibrated = DecoderLayer(wanted, number, lambda name, weights=weights: _in_float(weights[name]))  # type: ignore[misc]
+            calibrated = made(wanted, number, lambda name, weights=weights: _in_float(weights[name]))  # type: ignore[misc]
             calibration = forward.apply(calibrated, calibration)
             for name, layer in {"source": exact, "nearest": nearest, "calibrated": calibrated}.items():
                 states[name] = forward.apply(layer, states[name])
         progress("layers", layers, layers)
-        norm = Norm(wanted, [self._exact("model.norm.weight")])
-        yield "model.norm.weight", source.tensors["model.norm.weight"].tensor()
+        norm = Norm(wanted, [self._exact(wanted.last_norm)])
+        yield wanted.last_norm, source.tensors[wanted.last_norm].tensor()
         if not wanted.tied_head:
             head = self._nearest(HEAD)
             yield HEAD, head
@@ -305,22 +317,25 @@ class _CalibratedRounding:
     def _compensated(
         self, number: int, layer: DecoderLayer, sums: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Weight]]:
-        """Yield all tensors of a layer, with weights whose rounding errors compensate each other."""
+        """Yield all tensors of a layer, with weights whose rounding errors compensate each other.
+
+        Experts read what their router reads. Weights whose inputs are unknown are rounded to the nearest.
+        """
         wanted, settings = self.source.wanted, self.settings
         for projection, parts in wanted.projections(number).items():
-            if any(wanted.is_gate(name) for name, _ in parts):
-                for name, _ in parts:
-                    yield f"{name}.weight", self.source.tensors[f"{name}.weight"].tensor()
-                continue
             whole: PackedLinear = getattr(layer, projection)
-            weight = quantize_weight_gptq(
-                whole.weight, sums[projection], settings.bits, self.group, settings.zero_points
-            )
-            begin = 0
-            for name, rows in parts:
-                yield f"{name}.weight", weight.channels(torch.arange(begin, begin + rows))
-                begin += rows
-                if wanted.has_bias(number, projection):
+            inputs = sums.get("router" if projection == "gate_up" and layer.experts is not None else projection)
+            if inputs is None or projection in GATES:
+                for name, _ in parts:
+                    yield f"{name}.weight", self._nearest(f"{name}.weight")
+            else:
+                weight = quantize_weight_gptq(whole.weight, inputs, settings.bits, self.group, settings.zero_points)
+                begin = 0
+                for name, rows in parts:
+                    yield f"{name}.weight", weight.channels(torch.arange(begin, begin + rows))
+                    begin += rows
+            if wanted.has_bias(number, projection):
+                for name, _ in parts:
                     yield f"{name}.bias", self.source.tensors[f"{name}.bias"].tensor()
         for name in (*wanted.norms(number).values(), *wanted.other_tensors(number)):
             yield name, self.source.tensors[name].tensor()
