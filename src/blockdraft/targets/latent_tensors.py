@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockdraft.formats.stored import MadeTensor, StoredTensor
+from blockdraft.formats.stored import FEW_BITS, MadeTensor, StoredTensor
 from blockdraft.nn.decoder_config import LatentAttention
 from blockdraft.targets.model_config import AnyConfig
 
@@ -59,7 +59,8 @@ def latent_tensors(tensors: Mapping[str, StoredTensor], config: AnyConfig) -> di
             keys = tensor.rows(rows[:, : latent.unrotated].flatten())
             shape = (heads * tensor.shape[1], latent.unrotated)
             read = partial(_read_absorbed, keys, latent.unrotated)
-            own[place + ABSORBED] = MadeTensor(shape, tensor.kind, read)
+            kind = "F32" if tensor.kind == FEW_BITS else tensor.kind  # its inputs are no longer in groups
+            own[place + ABSORBED] = MadeTensor(shape, kind, read)
             own[f"{place}.v_b_proj.weight"] = tensor.rows(rows[:, latent.unrotated :].flatten())
         elif order is not None and tensor.shape[0] == len(order):
             own[name] = tensor.rows(order)

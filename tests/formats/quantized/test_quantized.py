@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from thinned import thinned
+from tiny_families import write_model
 from torch import Tensor
 
 from blockdraft.formats.quantized import NotRead, read_quantized
@@ -229,7 +230,7 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
         (GPTQ | {"bits": "4"}, gptq, None, "4 bits; 4 and 8 are read"),
         (GPTQ | {"bits": 4.0}, gptq, None, r"4\.0 bits; 4 and 8 are read"),
         (GPTQ | {"checkpoint_format": "marlin"}, gptq, None, "lie as marlin"),
-        (GPTQ | {"dynamic": {"-:.*": {}}}, gptq, None, "dynamic"),
+        (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, gptq, None, r"dynamic settings differ for \+:\.\*up"),
         (GPTQ, gptq, with_part("g_idx", torch.arange(IN).int() % 2), "not grouped in their order .*g_idx; desc_act"),
         (GPTQ, gptq, without("scales"), "lacks .*scales"),
         (GPTQ, gptq, without("qzeros"), "lacks .*qzeros"),
@@ -302,9 +303,9 @@ def quantized_model(
     """Copy a model with random quantized linear layers, and return their dequantized weights by name."""
     shutil.copytree(plain, folder)
     tensors, numbers = load_file(plain / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("proj.weight") and keep not in name]:
-        shape = tuple(tensors.pop(name).shape)
-        drawn = Drawn(int(raw.get("bits", 4)), False, shape, 8)  # type: ignore[arg-type]
+    for name in [name for name in tensors if "proj" in name and tensors[name].ndim == 2 and keep not in name]:
+        shape, symmetric = tuple(tensors.pop(name).shape), "experts.1." in name
+        drawn = Drawn(int(raw.get("bits", 4)), symmetric, shape, 8)  # type: ignore[arg-type]
         drawn.scale /= 8
         numbers[name] = drawn.numbers()
         tensors |= pack(drawn, name.removesuffix(".weight"))
@@ -345,6 +346,30 @@ def test_a_quantized_checkpoint_is_that_model(layout: str, tiny_target_dir: Path
     assert (logits_of(target) - expected).std() < 0.1 * expected.std()  # inputs are rounded
     both: Any = load_target(tmp_path / "model", device="cpu", compile="off", quantize="int8")
     assert (both.decoder.bits, both.decoder.embedding.bits) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), [("gptq", "qwen3_next"), ("awq", "qwen3_moe"), ("compressed", "deepseek_v3")]
+)
+def test_experts_and_other_parts_are_read(layout: str, family: str, tmp_path: Path) -> None:
+    raw, pack = PACKS[layout]
+    raw, file = raw | {"dynamic": {"lm_head": {}, "-:.*shared_expert.*": {}}}, tmp_path / "plain" / "model.safetensors"
+    write_model(family, tmp_path / "plain")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    numbers = quantized_model(tmp_path / "model", tmp_path / "plain", raw, pack, keep="shared_expert")
+    save_file(tensors | numbers, file, metadata={"format": "pt"})
+    expected, actual, compiled = (
+        load_target(path, dtype="float32", device="cpu", backend="native", compile=way)
+        for path, way in ((file.parent, "off"), (tmp_path / "model", "off"), (tmp_path / "model", "on"))  # type: ignore[arg-type]
+    )
+    for target in (actual, compiled):
+        assert "int4 weights" in target.running
+        for (name, weight), (_, right) in zip(target.named_weights(), expected.named_weights(), strict=True):
+            torch.testing.assert_close(weight, right, rtol=0, atol=1e-6, msg=name)
+    # Inputs are rounded, which may choose other experts.
+    near = (logits_of(compiled) - logits_of(actual)).abs().mean(-1) / logits_of(actual).abs().mean()
+    assert near.quantile(0.25) < 1e-4, near
 
 
 def test_what_cannot_be_done_with_a_quantized_checkpoint(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -31,7 +31,11 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict
     if not isinstance(bits, int) or bits not in (4, 8):
         raise NotRead(f"its GPTQ weights have {bits} bits; 4 and 8 are read")
     check(layout in LESS_ONE, f"its GPTQ weights lie as {layout}; {' and '.join(LESS_ONE)} are read")
-    check(not raw.get("dynamic"), "GPTQ's dynamic settings differ from module to module; one for all is read")
+    dynamic = raw.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise NotRead("dynamic of its quantization_config is no object")
+    others = [name for name, own in dynamic.items() if own and not name.startswith("-:")]  # these are left unquantized
+    check(not others, f"GPTQ's dynamic settings differ for {', '.join(others)}; one setting for all is read")
     dense = dict[str, StoredTensor]()
     for module in modules(tensors, "qweight"):
         words, outputs = (*tensors[f"{module}.qweight"].shape, 0, 0)[:2]
