@@ -108,9 +108,7 @@ def _open_folder(
         opened, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    special = wanted.decode_only if doing == QUANTIZED else wanted.unusual
-    if special and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {special}. Decode with it as it is.")
+    _check_parts(path, wanted, doing)
     raw = read_json(Path(str(files[0])))
     with loading(path):
         if source is None:
@@ -142,8 +140,7 @@ def _open_gguf(
         weights = replace(decoder_weights(file, actual), expanded=frozenset())
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
-    if wanted.unusual and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.unusual}. Decode with it as it is.")
+    _check_parts(path, wanted, doing)
     few = sorted(weights.kinds.keys() - FLOATS)
     if few and doing == QUANTIZED:
         raise UsageError(
@@ -169,6 +166,14 @@ def _open_gguf(
             files=sorted(Path(folder).iterdir()),
             source_fingerprint=weights.fingerprint(),
         )
+
+
+def _check_parts(path: str | Path, wanted: DecoderConfig, doing: str) -> None:
+    """Raise a UsageError for a decoder with parts that the new form cannot hold."""
+    special = wanted.decode_only if doing == QUANTIZED else wanted.unusual
+    if special and doing != READ:
+        fewer = ", or make a GGUF file of fewer bits with llama-quantize" if doing == QUANTIZED else ""
+        raise UsageError(f"{path} cannot be {doing}: it has {special}. Decode with it as it is{fewer}.")
 
 
 def _minus_one(weights: GGUFWeights, name: str) -> Tensor:

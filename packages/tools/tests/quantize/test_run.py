@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf_models import MODELS, model_of, scores
+from gguf_writer import write_gguf
 from safetensors.torch import load_file
 from thinned import thinned
 from tiny_families import write_model
+from tiny_models import tiny_tokenizer
 from torch import Tensor
 
 from blockdraft.decode.proposal import chain_parents
@@ -145,6 +148,25 @@ def test_layers_of_all_kinds_are_quantized_without_their_gates(family: str, tmp_
         assert torch.equal(weight, exact[label] if whole else quantize_weight(exact[label], bits, 8).dequantize()), (
             label
         )
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "gpt_oss", "granitemoehybrid", "lfm2_moe", "nemotron_h"])
+def test_files_are_quantized_as_folders_are(name: str, tmp_path: Path) -> None:
+    metadata, fields = MODELS[name][1], {"vocab_size": 265}
+    if name == "glm4_moe_lite":  # sizes of which groups are parts
+        fields |= {"q_lora_rank": 16, "qk_nope_head_dim": 16}
+        metadata = metadata | {"attention.q_lora_rank": 16, "attention.key_length_mla": 24}
+    model = model_of(name, **fields)
+    model.save_pretrained(tmp_path / "folder")
+    write_gguf(tmp_path / "m.gguf", model, "F32", tiny_tokenizer(), metadata=metadata)
+    for source, out in (("folder", "few"), ("m.gguf", "too")):
+        quantize(tmp_path / source, tmp_path / out, QuantizeSettings(8, 8))
+    expected, actual = (load(tmp_path / out) for out in ("few", "too"))
+    for (label, weight), (_, right) in zip(actual.named_weights(), expected.named_weights(), strict=True):
+        torch.testing.assert_close(weight, right, msg=label)
+    tokens = torch.arange(3, 15)[None]
+    torch.testing.assert_close(scores(actual, tokens), scores(expected, tokens), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
