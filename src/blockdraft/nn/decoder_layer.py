@@ -301,15 +301,16 @@ class DecoderLayer(nn.Module):
             whole = takes_all or len(own) == len(x)
             nodes = slice(None) if whole else torch.tensor(own, device=x.device)
             share = shares[nodes, expert, None]
-            inner = self.inner(self._expert("gate_up", expert)(x[nodes]))
-            mlp = self._expert("down", expert)(inner) * share
+            inner = self.inner(self.expert_part("gate_up", expert)(x[nodes]))
+            mlp = self.expert_part("down", expert)(inner) * share
             out[nodes] += mlp.masked_fill(share == 0, 0.0) if takes_all else mlp  # of other nodes it may be infinite
         if experts.shared_size and not experts.beside:
             shared = self.shared_down(self.inner(self.shared_gate_up(x)))
             out += shared * self.shared_gate(x).sigmoid() if experts.gates_shared else shared
         return out
 
-    def _expert(self, projection: str, expert: int) -> PackedLinear:
+    def expert_part(self, projection: str, expert: int) -> PackedLinear:
+        """Return the part of `gate_up` or `down` that belongs to an expert."""
         assert self.experts is not None
         return self._part(projection, expert, self.experts.count)
 

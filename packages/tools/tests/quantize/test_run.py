@@ -21,10 +21,13 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
+from blockdraft.formats.stored import dense
+from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.nn.quantize_weight import quantize_weight
 from blockdraft.targets import Target, load_target
 from blockdraft_tools import model_folder
+from blockdraft_tools.checkpoint import open_checkpoint
 from blockdraft_tools.quantize import run
 from blockdraft_tools.quantize.run import quantize
 from blockdraft_tools.quantize.settings import CalibrationSettings, QuantizeSettings
@@ -145,9 +148,30 @@ def test_layers_of_all_kinds_are_quantized_without_their_gates(family: str, tmp_
     for label, weight in target.named_weights():  # of the one without a text
         bits = 8 if label in TABLES else 4
         whole = weight.ndim != 2 or any(part in label for part in gates)
-        assert torch.equal(weight, exact[label] if whole else quantize_weight(exact[label], bits, 8).dequantize()), (
-            label
-        )
+        right = exact[label] if whole else quantize_weight(exact[label], bits, 8).dequantize()
+        assert torch.equal(weight, right), label
+    with open_checkpoint(source) as opened, torch.no_grad():
+        calibrated = dict(run._CalibratedRounding(opened, QuantizeSettings(4, 8), 8, text).weights(lambda *_: None))
+    assert calibrated.keys() == exact.keys()
+    for label, rounded in calibrated.items():
+        assert (dense(rounded) - exact[label]).norm() <= 0.3 * exact[label].norm(), label
+
+
+def test_experts_are_calibrated_on_what_they_read(tmp_path: Path) -> None:
+    with open_checkpoint(write_model("qwen3_moe", tmp_path)) as source:
+        layer = DecoderLayer(source.wanted, 0, lambda name: source.tensors[name].tensor().float())
+    read = list[Tensor]()
+    layer.router.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    sums = run.moments(run.LayerwiseForward(layer.config, 20), layer, torch.randn(3, 20, 32))
+    [x] = read
+    chosen = layer.router(x).topk(2).indices
+    for expert, (parts, inputs) in enumerate(run.by_inputs(layer, "down", sums)):
+        inner = layer.inner(layer.expert_part("gate_up", expert)(x[(chosen == expert).any(1)]))
+        assert [name for name, _ in parts] == [f"model.layers.0.mlp.experts.{expert}.down_proj"]
+        torch.testing.assert_close(inputs, inner.T @ inner)
+    [(parts, inputs)] = run.by_inputs(layer, "gate_up", sums)
+    assert len(parts) == 8
+    torch.testing.assert_close(inputs, x.T @ x)
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")

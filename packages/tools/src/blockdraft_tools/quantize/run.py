@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp, gcd, prod
@@ -246,7 +246,7 @@ class LayerwiseForward:
 def moments(forward: LayerwiseForward, layer: DecoderLayer, states: Tensor) -> Mapping[str, Tensor]:
     """Return sums of `x x^T`, `[in, in]`, over the inputs x of the projections of a layer with the input `states`.
 
-    Those of single experts and heads have none.
+    Those of a single expert have the projection's name and the expert's number. Those of single heads are missing.
     """
     sums: dict[str, Tensor] = {}
 
@@ -254,16 +254,35 @@ def moments(forward: LayerwiseForward, layer: DecoderLayer, states: Tensor) -> M
         product = given[0].T @ given[0]
         sums[name] = sums[name] + product if name in sums else product
 
+    def watched(projection: str, expert: int) -> PackedLinear:
+        part = DecoderLayer.expert_part(layer, projection, expert)
+        if projection == "down":
+            part.register_forward_pre_hook(partial(add, name=f"down {expert}"))
+        return part
+
     hooks = [
         getattr(layer, name).register_forward_pre_hook(partial(add, name=name))
         for name in forward.config.projections(layer.number)
     ]
+    layer.expert_part = watched  # type: ignore[method-assign]
     try:
         forward.apply(layer, states)
     finally:
+        del layer.expert_part
         for hook in hooks:
             hook.remove()
     return sums
+
+
+def by_inputs(
+    layer: DecoderLayer, projection: str, sums: Mapping[str, Tensor]
+) -> list[tuple[Sequence[tuple[str, int]], Tensor | None]]:
+    """Return the matrices of a projection that have the same inputs, and the sums of `moments` for these, if known."""
+    parts = layer.config.projections(layer.number)[projection]
+    if layer.experts is not None and projection == "down":
+        return [([part], sums.get(f"down {expert}")) for expert, part in enumerate(parts)]
+    of_all_experts = layer.experts is not None and projection == "gate_up"
+    return [(parts, sums.get("router" if of_all_experts else projection))]
 
 
 class _CalibratedRounding:
@@ -319,21 +338,22 @@ class _CalibratedRounding:
     ) -> Iterator[tuple[str, Weight]]:
         """Yield all tensors of a layer, with weights whose rounding errors compensate each other.
 
-        Experts read what their router reads. Weights whose inputs are unknown are rounded to the nearest.
+        Gate and up projections of experts are calibrated on all inputs of their router. Weights whose inputs are
+        unknown are rounded to the nearest.
         """
         wanted, settings = self.source.wanted, self.settings
         for projection, parts in wanted.projections(number).items():
-            whole: PackedLinear = getattr(layer, projection)
-            inputs = sums.get("router" if projection == "gate_up" and layer.experts is not None else projection)
-            if inputs is None or projection in GATES:
-                for name, _ in parts:
-                    yield f"{name}.weight", self._nearest(f"{name}.weight")
-            else:
-                weight = quantize_weight_gptq(whole.weight, inputs, settings.bits, self.group, settings.zero_points)
-                begin = 0
-                for name, rows in parts:
-                    yield f"{name}.weight", weight.channels(torch.arange(begin, begin + rows))
-                    begin += rows
+            begin, whole = 0, getattr(layer, projection).weight
+            for alike, inputs in by_inputs(layer, projection, sums):
+                rows = [size for _, size in alike]
+                own = whole[begin : begin + sum(rows)]
+                begin += sum(rows)
+                if inputs is None or projection in GATES:
+                    yield from ((f"{name}.weight", self._nearest(f"{name}.weight")) for name, _ in alike)
+                    continue
+                weight = quantize_weight_gptq(own, inputs, settings.bits, self.group, settings.zero_points)
+                for (name, _), channels in zip(alike, torch.arange(len(own)).split(rows), strict=True):
+                    yield f"{name}.weight", weight.channels(channels)
             if wanted.has_bias(number, projection):
                 for name, _ in parts:
                     yield f"{name}.bias", self.source.tensors[f"{name}.bias"].tensor()
