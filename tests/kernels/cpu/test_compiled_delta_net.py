@@ -294,14 +294,18 @@ def test_checkpoints_are_far_apart_and_within_a_limit(folders: dict[str, Path], 
 
 def test_a_finished_sequence_is_copied_only(folders: dict[str, Path]) -> None:
     target, tokens, block = load(folders), text(40), text(5, 1)
-    cache = target.new_cache(2, 100)
+    cache = target.new_cache(3, 100)
     own = cache.of([0])
     for part in (tokens[:, :30], tokens[:, 30:]):
         target.forward(part, chain(part).parents, own)
         own.commit([range(part.size(1))])
     cache.shrink(0, 40)
     assert cache.state_bytes == 0 and cache.checkpoint_bytes >= target.compiled.states.nbytes
-    cache.copy(0, 100, 40)
-    assert same(score(target, cache.of([100]), block), score(target, read(target, tokens), block))
+    for start in (100, 200):  # what comes behind one copy does not change another
+        cache.copy(0, start, 40)
+        copy = cache.of([start])
+        assert same(score(target, copy, block), score(target, read(target, tokens), block))
+        copy.commit([[0]])
+        score(target, copy, block[:, :1])
     with pytest.raises(AssertionError, match="no state after 39 tokens"):
         cache.shrink(100, 39)

@@ -212,7 +212,7 @@ class CompiledRecurrentCache(StateCache):
     def _adopt(self, start: int, checkpoint: StateCheckpoint) -> None:
         """Let an empty sequence go on from a checkpoint."""
         path = array("q", range(checkpoint.count))
-        state, window, past = checkpoint.state, checkpoint.window, checkpoint.past
+        state, window, past = checkpoint.state, checkpoint.window, checkpoint.past.clone()  # later passes write to it
         self.rows[start] = RowStates(state, window, path, past, torch.empty(0), shared=True)
 
     def _keep(self, start: int, row: RowStates) -> None:
