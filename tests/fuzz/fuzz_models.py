@@ -175,6 +175,7 @@ def latent_fields(number: int, layers: int) -> dict[str, Any]:
     random = Random(f"{number} latent fields")
     heads, rotated = random.choice((1, 2, 4, 5)), 4 * random.randint(1, 3)
     groups, first = random.choice((1, 2, 4)), random.randint(0, layers)
+    step = 8 if fits_few_bits(number) else 4
     types = ["dense"] * first + ["sparse"] * (layers - first)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale_all_dim": 0.8}
     return {
@@ -183,11 +184,11 @@ def latent_fields(number: int, layers: int) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": rotated,
-        "kv_lora_rank": 4 * random.randint(2, 8),
-        "q_lora_rank": random.choice((None, 4 * random.randint(2, 6))),
+        "kv_lora_rank": step * random.randint(2, 8),
+        "q_lora_rank": random.choice((None, step * random.randint(2, 6))),
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": 4 * random.randint(1, 4),
-        "v_head_dim": 4 * random.randint(1, 5),
+        "qk_nope_head_dim": step * random.randint(1, 4),
+        "v_head_dim": step * random.randint(1, 5),
         "n_routed_experts": 8,
         "num_experts_per_tok": random.randint(1, 4),
         "n_shared_experts": random.randint(1, 2),
@@ -217,10 +218,8 @@ def is_mixture(number: int) -> bool:
 
 
 def fits_few_bits(number: int) -> bool:
-    """Return whether its weights can be quantized: rows are of whole groups then, and it has no experts."""
-    if is_hybrid(number):
-        return number % 3 != 0 and HYBRIDS[number % len(HYBRIDS)] != "lfm2"
-    return number % 3 != 0 and not is_mixture(number) and not is_latent(number)
+    """Return whether its weights can be quantized: rows are of whole groups then."""
+    return number % 3 != 0 or is_hybrid(number)
 
 
 def has_tokenizer(number: int) -> bool:
