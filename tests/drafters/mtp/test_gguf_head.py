@@ -24,6 +24,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu.compiled_runner import CompiledDraftRunner
+from blockdraft.nn.decoder_config import GATES
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -144,11 +145,13 @@ def test_the_head_in_a_folder_is_compiled_for_a_compiled_target(family: str, tmp
         wanted, actual = (outputs(target, "mtp", drafting) for target in (theirs, ours))
         assert [own.token_ids for own in actual] == [own.token_ids for own in wanted]
         assert [own.stats.committed for own in actual] == [own.stats.committed for own in wanted]
-    ways: list[dict[str, Any]] = [{"dtype": "bfloat16"}] + ([{"quantize": "int4"}] if family == "qwen3_5_text" else [])
+    ways: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantize": "int4"}]
     for way in ways:
         target = load_target(folder, **{"dtype": "float32", "device": "cpu", "compile": "on"} | way)
         drafter: Any = load_drafter("mtp", target=target)
         assert isinstance(drafter.runner, CompiledDraftRunner) and drafter.bits == (4 if "quantize" in way else None)
+        bits = {name: part.bits for name, part in drafter.network.layer.named_children() if hasattr(part, "bits")}
+        assert {bits.pop(gate, None) for gate in GATES} == {None} and {*bits.values()} == {drafter.bits}
         plain, drafted = outputs(target, "none", Drafting(None)), outputs(target, "mtp", Drafting(4))
         assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
     assert [part.kind for part in load_drafter(target=ours).parts] == ["lookup", "mtp"]  # the default
