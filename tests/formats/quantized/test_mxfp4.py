@@ -80,6 +80,10 @@ def test_logits_are_near_those_of_transformers(folders: tuple[Path, Path]) -> No
     compiled, plain = (logits(packed, backend="native", compile=mode) for mode in ("on", "off"))
     errors = [float((own - expected).norm() / expected.norm()) for own in (compiled, plain)]
     assert max(errors) < 0.03, errors  # inputs of experts are quantized to 8 bits
+    layer = load_target(packed, device="cpu", quantize="int8").decoder.layers[0]  # type: ignore[attr-defined]
+    assert (layer.gate_up.bits, layer.qkv.bits, layer.router.bits) == (4, 8, None)
+    all_few = logits(packed, backend="native", compile="on", quantize="int8")
+    assert errors[0] < float((all_few - expected).norm() / expected.norm()) < 0.1
 
 
 def test_incomplete_checkpoints_are_refused(folders: tuple[Path, Path]) -> None:

@@ -275,6 +275,7 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
         (scheme(), compressed, with_part("weight_scale", torch.ones(OUT, 16)), "groups of 4 in rows of 64"),
         (scheme(), compressed, with_part("weight_scale", torch.ones(OUT, 3)), "3 groups in rows of 64"),
         (scheme(), compressed, with_part("weight_g_idx", torch.arange(IN) % 2), "not grouped in their order"),
+        (scheme(), compressed, with_part("experts.packed", torch.zeros(2, 2, 8).int()), "holds all experts of a layer"),
         (scheme(), compressed, with_part("other.weight", torch.zeros(2, 8).int()), "is of I32, and its scales are"),
     ],
 )

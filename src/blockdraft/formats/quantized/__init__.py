@@ -28,6 +28,11 @@ def read_quantized(raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) 
         method.replace("-", "_") in known,
         f"it is quantized by {method}, which is none of {', '.join(name.replace('_', '-') for name in known)}",
     )
+    for name, tensor in tensors.items():
+        together = len(tensor.shape) == 3 and tensor.kind in ("I32", "I8")
+        check(
+            not together, f"{name} holds all experts of a layer; only experts one by one (experts.0.gate_proj) are read"
+        )
     weights: dict[str, StoredTensor] = {**tensors, **known[method.replace("-", "_")].weights(raw, tensors)}
     for name, tensor in weights.items():
         fits = not name.endswith(".weight") or tensor.kind in {*FLOATS, FEW_BITS}
