@@ -152,14 +152,15 @@ def target(file: Path) -> Target:
 
 
 def test_compiled_is_near_torch(file: Path) -> None:
-    target = load(file, compile="on", kv_dtype="float32")
+    target: Any = load(file, compile="on", kv_dtype="float32")
     plain, differences = load(file, compile="off"), []
     for seed in range(4):
         tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(seed))
         expected = scores(plain, tokens)[0]
         differences += ((scores(target, tokens)[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
     # An input halfway between two codes rounds either way, which may choose another expert, and later tokens read it.
-    assert np.quantile(differences, 0.25) < 1e-4 and np.median(differences) < 0.05, differences
+    assert np.quantile(differences, 0.25) < 1e-4, differences
+    assert np.median(differences) < (0.05 if target.decoder.config.experts else 1e-4), differences
 
 
 def test_a_token_has_the_same_bits_alone_and_among_others(target: Target) -> None:
