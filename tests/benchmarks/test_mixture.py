@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from benchmarks.harness.process import PeerError
@@ -64,10 +65,14 @@ def test_the_table_has_ratios_to_llama_cpp() -> None:
 @pytest.mark.slow
 def test_a_shape_is_written_and_measured(tmp_path: Path) -> None:
     args = mixture.arguments(["--quick", "--out", str(tmp_path), "--shapes", "qwen3-0.6b", "--layers", "1"])
-    model = OurModel({"model": str(mixture.written("qwen3-0.6b", args)), "threads": 1, "far": 300})
-    assert "compiled" in model.target.running
+    file = str(mixture.written("qwen3-0.6b", args))
+    model = OurModel({"model": file, "threads": 1, "far": 300, "kv_dtype": "int8"})
+    assert "compiled" in model.target.running and "int8 keys" in model.target.running
     assert min(model.prompt(16), model.decode(256), model.verify(256, 4)) > 0
     assert model.decode(300) > 0 and {cache.lengths[0] for cache in model._caches.values()} == {289, 333}
+    with mock.patch.object(model.target, "forward", wraps=model.target.forward) as forward:
+        model.decode(256)
+    assert not any("logits_at" in call.kwargs for call in forward.call_args_list)  # which a prompt's end names
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q5_0", "MXFP4"])
