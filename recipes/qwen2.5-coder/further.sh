@@ -24,7 +24,7 @@ states() {
     blockdraft hidden-states --data "$OUT/data" --target "$TARGET" --target-layers 7,16,26,28 --out "$OUT/hidden-states"
 }
 
-train() { # at rates that are half of those of a drafter that has learned less, and fall to nothing
+train() { # higher rates gain less (README.md)
     blockdraft train eagle3 "$RECIPE/drafter.toml" --target "$TARGET" --data "$OUT/data" \
         --hidden-states "$OUT/hidden-states" --init "$INIT" --intermediate-size "${WIDTH:-1024}" --alone 0 --batch 2 \
         --epochs 1 --schedule linear --learning-rate 2.5e-4 --muon-learning-rate 0.006 --qat-bits 4 --out "$OUT/drafter"
