@@ -80,10 +80,12 @@ bool Peer::load(const json & settings) {
     params.n_outputs_max_per_seq = limits.per_seq;
     target = common_init_from_params(params);
     ctx = target->context();
-    if (!ctx || common_context_can_seq_rm(ctx) == COMMON_CONTEXT_SEQ_RM_TYPE_FULL) {
+    if (!ctx || (speculates && common_context_can_seq_rm(ctx) == COMMON_CONTEXT_SEQ_RM_TYPE_FULL)) {
         return false; // states that cannot be rolled back by a few tokens take another loop
     }
-    if (params.speculative.has_dft()) {
+    const auto & types = params.speculative.types;
+    const bool in_target = speculates && std::count(types.begin(), types.end(), COMMON_SPECULATIVE_TYPE_DRAFT_MTP) > 0;
+    if (params.speculative.has_dft() || in_target) {
         common_params own = common_base_params_to_speculative(params);
         draft = common_speculative_init_from_params(own, target->model(), ctx);
         draft_ctx = draft->context();
