@@ -46,12 +46,20 @@ class Ours:
 
 
 def peer(
-    target: Path, log: Path, drafter: Path | None = None, speculator: str = "draft-dflash", draft_tokens: int = 15
+    target: Path,
+    log: Path,
+    drafter: Path | None = None,
+    speculator: str = "draft-dflash",
+    draft_tokens: int = 15,
+    flash_attention: bool = True,
 ) -> PeerProcess:
     need(PROGRAM, "llama_cpp")
     given: dict[str, Any] = {"model": str(target), "threads": 1, "max_length": 1024, "type": "f32"}
+    given["flash_attention"] = flash_attention
     if drafter is not None:
         given |= {"speculator": speculator, "draft": str(drafter), "draft_tokens": draft_tokens}
+    elif speculator == "draft-mtp":  # the head in the target's file
+        given |= {"speculator": speculator, "draft": None, "draft_tokens": draft_tokens}
     return PeerProcess([str(PROGRAM)], given, 1, log, 120)
 
 

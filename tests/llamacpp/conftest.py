@@ -5,7 +5,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "targets")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [
+    str(folder) for folder in (TESTS / "llamacpp", TESTS.parent, TESTS / "targets", TESTS / "drafters" / "mtp")
+]
 FEW = (20, 60)  # the tokens that answers are made of, so that random draft tokens are often right
 
 

@@ -439,7 +439,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] 
         NEMOTRON_KEYS
         | EXPERT_KEYS
         | {"attention.head_count_kv": [0, 0, 2, 0, 0], "feed_forward_length": [0, 32, 0, 32, 0]}
-        | {"expert_shared_feed_forward_length": 64, "expert_weights_scale": 2.5, "expert_group_count": 1},
+        | {"expert_shared_feed_forward_length": 64, "expert_weights_scale": 2.5, "expert_group_count": 1}
+        | {"expert_weights_norm": True},
         {},
     ),
     "nemotron_h-dense": (

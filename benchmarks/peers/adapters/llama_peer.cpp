@@ -1,5 +1,5 @@
 // Decodes token ids with llama.cpp, greedily: plainly, or with one of its speculators. The first argument is JSON:
-// {"model": file, "threads": n, "max_length": n, "type": of keys and values, and, to speculate, "speculator": name,
+// {"model": file, "threads": n, "max_length": n, "type": of keys and values, "flash_attention": false to do without, and, to speculate, "speculator": name,
 // "draft": file or null, "draft_tokens": most in a block, or null for llama.cpp's default}. Requests and answers are JSON lines, as the README of this folder has them.
 // Or it rounds a model's weights: {"quantize": file, "to": file, "weights": "Q8_0", "threads": n}.
 
@@ -60,6 +60,9 @@ bool Peer::load(const json & settings) {
     params.model.path = settings.at("model");
     params.n_ctx = settings.at("max_length");
     params.fit_params = false; // all settings are given
+    if (!settings.value("flash_attention", true)) {
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    }
     params.cache_type_k = params.cache_type_v = drafting.cache_type_k = drafting.cache_type_v = type;
     for (auto * cpu : {&params.cpuparams, &params.cpuparams_batch, &drafting.cpuparams, &drafting.cpuparams_batch}) {
         cpu->n_threads = settings.at("threads");

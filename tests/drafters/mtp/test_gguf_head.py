@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "targets"))
 from gguf_models import DELTA_NET, DELTA_NET_KEYS, EXPERT_KEYS, EXPERTS, SMALL
@@ -48,8 +48,8 @@ def config_of(family: str, **changes: Any) -> Any:
 
 
 @cache
-def base_of(family: str) -> PreTrainedModel:
-    model = tiny(config_of(family))
+def base_of(family: str, vocab_size: int = SMALL["vocab_size"]) -> PreTrainedModel:
+    model = tiny(config_of(family, vocab_size=vocab_size))
     with torch.no_grad():
         model.lm_head.weight[:5] *= 6  # outputs repeat few tokens, so that draft tokens are often right
     return model
@@ -94,13 +94,19 @@ def in_file(family: str, head: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def write_file(
-    path: Path, family: str, kinds: Any = "F32", head: dict[str, np.ndarray] | None = None, **more: Any
+    path: Path,
+    family: str,
+    kinds: Any = "F32",
+    head: dict[str, np.ndarray] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **more: Any,
 ) -> Path:
     extra = in_file(family, head_of(family)) if head is None else head
     keys = (
         DELTA_NET_KEYS | NET_KEYS | FAMILIES[family][1] | {"block_count": LAYERS + 1, "nextn_predict_layers": 1} | more
     )
-    write_gguf(path, base_of(family), kinds, metadata=keys, extra=extra)
+    base = base_of(family) if tokenizer is None else base_of(family, len(tokenizer))
+    write_gguf(path, base, kinds, tokenizer, metadata=keys, extra=extra)
     return path
 
 

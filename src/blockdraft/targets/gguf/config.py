@@ -366,7 +366,7 @@ def expert_fields(file: GGUFFile, name: str, get: Get, fields: Mapping[str, Any]
         raise NotCovered("its router does not choose by a softmax")
     inner = get("expert_feed_forward_length", 0) or fields["intermediate_size"] // chosen
     if plain:
-        if not get("expert_weights_norm", True) or get("expert_group_count", 1) > 1 or get("moe_latent_size", 0):
+        if not get("expert_weights_norm", False) or get("expert_group_count", 1) > 1 or get("moe_latent_size", 0):
             raise NotCovered(
                 "its experts read a latent projection, are chosen by group, or their shares are not normed"
             )
