@@ -74,6 +74,20 @@ def test_other_forms_are_read_from_the_tokens_of_data(tiny_target_dir: Path, tmp
     assert code == 0 and "Calibrated on 64 tokens, measured on 16 others." in err
 
 
+@pytest.mark.parametrize(
+    "row",
+    [{"messages": []}, {"messages": None}, {"messages": "the thing"}, {"messages": [{"content": "a"}]}, {"text": None}],
+    ids=json.dumps,
+)
+def test_rows_without_text_are_named(
+    row: dict[str, object], tiny_target_dir: Path, tmp_path: Path, blockdraft: Run
+) -> None:
+    (tmp_path / "text.jsonl").write_text((json.dumps(row) + "\n") * 40)
+    options = ("--out", tmp_path / "few", "--calibrate", tmp_path / "text.jsonl")
+    code, _, err = blockdraft("quantize", tiny_target_dir, *options)
+    assert code == 2 and "text.jsonl, line 1 must be a JSON object with messages" in err
+
+
 def test_too_little_text(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
     (tmp_path / "text.txt").write_text("the thing")
     options = ("--out", tmp_path / "few", "--calibrate", tmp_path / "text.txt")

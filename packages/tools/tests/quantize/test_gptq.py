@@ -62,6 +62,14 @@ def test_numbers_without_a_scale_are_refused(number: float, zero_points: bool) -
             quantize_weight_gptq(weight, torch.eye(16), bits, 8, zero_points)
 
 
+@pytest.mark.parametrize("number", [float("nan"), inf])
+def test_inputs_that_are_not_finite_are_refused(number: float) -> None:
+    moments = torch.eye(16)
+    moments[2, 3] = moments[3, 2] = number
+    with pytest.raises(UsageError, match="computes NaN or infinity for the text"):
+        quantize_weight_gptq(torch.ones(3, 16), moments, 4, 8)
+
+
 def test_a_text_that_says_nothing() -> None:
     weight = torch.zeros(2, 16)
     weight[0] = 1e7  # float16 has no place for it

@@ -3,8 +3,9 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
-from math import exp
+from math import exp, nan
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from gguf_models import MODELS, model_of, scores
 from gguf_writer import write_gguf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from thinned import thinned
 from tiny_families import write_model
 from tiny_models import tiny_tokenizer
@@ -252,6 +253,16 @@ def test_calibration_that_raises_perplexity_is_discarded(
     assert len(seen) == 3 and torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
     theirs = dict(load(tmp_path / "plain").named_weights())
     assert all(torch.equal(weight, theirs[name]) for name, weight in load(tmp_path / "few").named_weights())
+
+
+def test_calibration_whose_perplexity_is_unknown_is_discarded(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["llama"], tmp_path / "broken")
+    tensors = load_file(tmp_path / "broken/model.safetensors")
+    tensors["model.norm.weight"][1] = nan
+    save_file(tensors, tmp_path / "broken/model.safetensors", {"format": "pt"})
+    done = quantize(tmp_path / "broken", tmp_path / "few", text=text_of(models["llama"]))
+    quantize(tmp_path / "broken", tmp_path / "plain")
+    assert not done.is_calibrated and same_files(tmp_path / "few", tmp_path / "plain")
 
 
 def test_files_of_large_models_are_several(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.quantization import QuantizedWeight, check_group
 from blockdraft.nn.quantize_weight import best_grid
 
@@ -27,11 +28,16 @@ def quantize_weight_gptq(
         group: Inputs that share a scale.
 
     Raises:
-        UsageError: The group does not divide the inputs, or a number is NaN or infinite.
+        UsageError: The group does not divide the inputs, or a number is NaN or infinite, of the moments too.
     """
     check_group(weight.size(1), group)
     count = weight.size(1)
     moments = moments.float().clone()
+    if not bool(moments.isfinite().all()):
+        raise UsageError(
+            "The model computes NaN or infinity for the text, so it cannot be calibrated. Repair its checkpoint, or "
+            "leave calibrate out."
+        )
     squares = moments.diagonal()
     squares += DAMPING * squares.mean() + torch.finfo(torch.float32).tiny
     grid = best_grid(weight.float().unflatten(1, (-1, group)), bits, squares.view(-1, group), zero_points)

@@ -105,7 +105,7 @@ def quantize(
                 calibrated = _CalibratedRounding(source, settings, group, text)
                 writer.take(calibrated.weights(progress))
                 perplexity = calibrated.perplexity
-            if perplexity is None or perplexity.calibrated >= perplexity.nearest:
+            if perplexity is None or not perplexity.calibrated < perplexity.nearest:  # it may be NaN
                 writer.clear()
                 writer.take(_nearest(source, settings, group, progress))
             writer.finish(raw, source.files)

@@ -108,9 +108,13 @@ def _row(line: str, place: str) -> str | dict[str, Any]:
     try:
         row = json.loads(line)
         if "messages" in row:
+            if not [message["role"] for message in row["messages"]]:
+                raise ValueError("no messages")
             return {"messages": row["messages"], "tools": row.get("tools")}
         if "text" in row:
-            return str(row["text"])
+            if not isinstance(row["text"], str):
+                raise TypeError("no text")
+            return row["text"]
         turns = [("user", row["prompt"]), *([("assistant", row["response"])] if "response" in row else [])]
         return {"messages": [{"role": role, "content": content} for role, content in turns], "tools": None}
     except (ValueError, TypeError, KeyError) as error:
