@@ -1,6 +1,8 @@
 """Prefixes of sequences with recurrent states: shared between requests, kept between turns, and stored on disk."""
 
+import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "targets"))
 from tiny_families import write_model
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
+from blockdraft.engine import Engine, scheduler
 from blockdraft.engine.scheduler import LAST_TOKENS
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -91,6 +93,22 @@ def test_instructions_are_stored_on_disk(target: Target, tmp_path: Path, monkeyp
             assert done.token_ids == alone(target, prompt)
             assert done.stats.remembered == len(SYSTEM)
         assert len(list(tmp_path.glob("prefixes/*.prefix"))) == 1
+
+
+def test_a_checkpoint_that_cannot_be_stored_is_tried_once(
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    constants(scheduler, ALONE_SECONDS=1e9)  # reads, and so checkpoints, depend on no speed
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    (tmp_path / "prefixes").write_text("not a folder")
+    with caplog.at_level(logging.WARNING), engine(target, stored_prefix_tokens=48) as running:
+        for time in range(4):  # the last checkpoint before it is at 56 tokens
+            running.submit([*SYSTEM, 9 + time, 8], GREEDY, instruction_tokens=len(SYSTEM) + 1).result().checked()
+    assert caplog.text.count("cannot be stored") == 1
 
 
 def test_an_answer_that_ends_within_an_accepted_draft_is_kept_up_to_a_checkpoint(target: Target) -> None:

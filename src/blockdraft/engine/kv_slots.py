@@ -200,7 +200,7 @@ class KVSlots:
             tokens = request.prompt[: request.instruction_tokens]
             length = store.length_to_store(tokens)
         length = self._runner.reusable(sequence.start, length)
-        if length < store.min_tokens:
+        if not store.is_new(tokens[:length]):  # a recurrent state is stored at a checkpoint, which may lie earlier
             return
         try:
             tensors = self._runner.export(sequence.start, length)
