@@ -133,7 +133,9 @@ def test_a_shard_that_no_manifest_knows_yet(tmp_path: Path) -> None:
 
 
 def test_broken_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.json does not exist; give a folder made by `blockdraft data`"):
+    with pytest.raises(
+        ValueError, match="data.json does not exist; give a folder made by `blockdraft data` or by `.* --record`"
+    ):
         read_data(tmp_path)
     write(tmp_path / "a", [[0], [1]]).finish()
     shard = tmp_path / "a/tokens-00001.safetensors"

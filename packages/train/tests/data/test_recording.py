@@ -207,6 +207,30 @@ def test_a_recorder_that_raises_ends_no_request(target: Target, caplog: pytest.L
     assert "cannot be recorded" in caplog.text
 
 
+def test_conversations_that_may_go_on_are_no_data_yet(
+    make_recorder: Callable[..., ConversationRecorder], tmp_path: Path
+) -> None:
+    recorder = make_recorder()
+    recorder.record(finished(PROMPT, [1, 2]), None)
+    with pytest.raises(ValueError, match="holds no whole conversation yet: .* when the server ends"):
+        read_data(tmp_path / "record")
+    recorder.close()
+    assert len(read_data(tmp_path / "record")) == 1
+
+
+def test_a_folder_that_was_there_becomes_private(
+    make_recorder: Callable[..., ConversationRecorder], tmp_path: Path
+) -> None:
+    """A mode that its owner sets later stays."""
+    folder = tmp_path / "record"
+    folder.mkdir(mode=0o755)
+    make_recorder().close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o750)
+    make_recorder().close()
+    assert folder.stat().st_mode & 0o777 == 0o750
+
+
 def test_other_folders_are_refused(
     target: Target, tiny_target_dir: Path, make_recorder: Callable[..., ConversationRecorder], tmp_path: Path
 ) -> None:
@@ -215,7 +239,9 @@ def test_other_folders_are_refused(
         make_recorder()
     recorder.record(finished(PROMPT, [1, 2]), None)
     recorder.close()
-    with pytest.raises(ValueError, match=r"recorded with recorded_target_layers \[\], not \[0, 2\]"):
+    with pytest.raises(
+        ValueError, match="recorded without hidden states, and not with hidden states of the target layers 0, 2"
+    ):
         make_recorder(LAYERS)
     manifest = tmp_path / "record" / "data.json"
     theirs = json.loads(manifest.read_text())["target"]

@@ -128,13 +128,21 @@ def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)
     if manifest is None:
-        raise UsageError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft data`.")
+        raise UsageError(
+            f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft data` or by `blockdraft serve "
+            "--record`."
+        )
     if not manifest["finished"] and not unfinished:
         raise UsageError(f"{folder} is unfinished; run the `blockdraft data` command that began it again.")
     if not manifest["finished"] and not manifest["counts"].get("supervised"):
         raise UsageError(
             f"{folder} is unfinished and holds nothing to learn from yet; wait until `blockdraft data` has written its "
             f"first documents, about {SHARD_SECONDS:.0f} s after it starts."
+        )
+    if not manifest["counts"]["supervised"] and "recorded_target_layers" in manifest:
+        raise UsageError(
+            f"{folder} holds no whole conversation yet: they reach the data some minutes after their last turn, or "
+            "when the server ends. End it, or try again later."
         )
     if not manifest["counts"]["supervised"]:
         raise UsageError(

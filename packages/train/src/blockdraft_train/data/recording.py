@@ -166,16 +166,28 @@ class RecordFolder:
                     f"{self.folder} holds the conversations of another target (fingerprint {names['target']}) than "
                     f"this one ({self._identity['target']}); choose another folder for --record."
                 )
-            for name, ours in self._identity.items():
-                if names[name] != ours:
-                    raise UsageError(
-                        f"{self.folder} was recorded with {name} {names[name]}, not {ours}; choose another folder for "
-                        "--record."
-                    )
+            if names["tokenizer"] != self._identity["tokenizer"]:
+                raise UsageError(
+                    f"{self.folder} was recorded with another tokenizer; choose another folder for --record."
+                )
+            if names["recorded_target_layers"] != self._identity["recorded_target_layers"]:
+                theirs, ours = (
+                    f"with hidden states of the target layers {', '.join(map(str, layers))}"
+                    if layers
+                    else "without hidden states"
+                    for layers in (names["recorded_target_layers"], self.target_layers)
+                )
+                raise UsageError(
+                    f"{self.folder} was recorded {theirs}, and not {ours}; choose another folder for --record, or "
+                    "change --record-hidden-states or the drafter."
+                )
             self._manifest = manifest
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise UsageError(f"{self.folder} holds other files; choose another folder for --record.")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the conversations are private
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with suppress(PermissionError):  # the folder of another owner keeps its mode
+                self.folder.chmod(0o700)  # the conversations are private, also in a folder that was there
         (self.folder / OPEN).mkdir(exist_ok=True)
         for remains in self.folder.rglob(".*.tmp"):
             remains.unlink()
