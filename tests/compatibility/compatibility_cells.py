@@ -192,7 +192,17 @@ DeepSeek's, Kimi's and GLM-4.7-Flash's files have latent attention (`deepseek2`)
 DeepSeek-V2, V3 and GLM-4.7-Flash are tested, and none of their published files. Those of Kimi and Moonlight take token
 ids alone, because their tokenizer is not read. The text part of Qwen3-VL runs as Qwen3. Of Nemotron 3, Nano runs; Super
 and Ultra are refused, because their experts read a latent projection. The context of Ministral 3 and Devstral 2 ends at
-their original one, mostly 16,384 tokens, because attention is scaled by position beyond.
+their original one, mostly 16,384 tokens, because attention is scaled by position beyond. Granite 4-H
+(`granitehybrid`), which the catalogue does not list, runs compiled from GGUF too.
+
+MTP heads of these models:
+
+- Qwen3.5 and later: a head in the GGUF file or folder runs compiled and [drafts by default](gguf.md#mtp-heads).
+- DeepSeek-V3: llama.cpp's converter leaves the MTP layer out (`skip_mtp` in its `conversion/deepseek.py`), so GGUF
+  files have no head. From [the folder](export.md#mtp-heads-in-the-targets-folder), `--drafter mtp` drafts, uncompiled.
+- GLM-4.7-Flash: older GGUF files have no head for the same reason. Newer converters write it, and `--drafter mtp`
+  refuses it, because it has latent attention. From the folder it drafts, uncompiled.
+- DeepSeek-V2, Granite 4-H and Nemotron 3 Nano: no head is read. Use `lookup`, the default, or another drafter.
 """
 LAST = """All families of the native decoder but Gemma 4 can be [quantized](quantize.md) at load and on disk. Quantized
 checkpoints of other layouts than those of that page run through transformers, if it supports them on the device.

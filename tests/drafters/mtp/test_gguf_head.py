@@ -188,7 +188,7 @@ def test_quantized_heads_change_no_output(kinds: Any, family: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "keys", "message"),
     [
-        ({}, {"block_count": LAYERS, "nextn_predict_layers": None}, "has no MTP head"),
+        ({}, {"block_count": LAYERS, "nextn_predict_layers": None}, "has no MTP head.*that of DeepSeek-V3 always"),
         ({}, {"nextn_predict_layers": 2, "block_count": LAYERS + 2}, "several MTP layers"),
         ({f"blk.{LAYERS}.nextn.eh_proj.weight": None}, {}, "lacks blk.4.nextn.eh_proj.weight"),
         ({f"blk.{LAYERS}.nextn.hnorm.weight": np.ones(3, np.float32)}, {}, r"nextn.hnorm.weight of the shape \[64\]"),

@@ -44,7 +44,8 @@ def read_gguf_head(target: Target) -> DecoderHead:
     if not has_head(file):
         raise UsageError(
             f"{path} has no MTP head: its nextn_predict_layers is missing or 0. llama.cpp's converter leaves the head "
-            "out with --no-nextn; convert the model without that option, or use another drafter."
+            "out with --no-nextn, and that of DeepSeek-V3 always; convert the model without that option, or use "
+            "another drafter."
         )
     with understanding(path):
         config = fitted(decoder_config(gguf_config(file)), file)
