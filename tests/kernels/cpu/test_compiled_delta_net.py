@@ -189,7 +189,7 @@ def test_a_long_line_may_be_committed_in_part(target: Any) -> None:
     count = 2 * MAX_TRAIL + 3
     tokens, after = text(count, rows=4), text(1, 1, rows=4)
     for reads in (False, True):
-        cache, kept = target.new_cache(4, count + 8), [count, MAX_TRAIL + 5, 3, 0]
+        cache, kept = target.new_cache(4, count + 8), [count, count - 1, 3, 0]
         last = torch.full((4,), count - 1) if reads else None
         target.forward(tokens, chain(tokens).parents, cache, LAYERS, last)
         cache.commit([range(length) for length in kept])
@@ -290,6 +290,30 @@ def test_checkpoints_are_far_apart_and_within_a_limit(folders: dict[str, Path], 
     constants(recurrent_cache, CHECKPOINT_BYTES=2 * size)
     reads(10)
     assert cache.checkpoint_lengths(0) == [360, 370] and cache.checkpoint_bytes == 2 * size
+
+
+def test_checkpoints_of_copies_and_cuts(folders: dict[str, Path], constants: Callable[..., None]) -> None:
+    target = load(folders)
+    cache, size = target.new_cache(3, 100), target.compiled.states.nbytes
+
+    def reads(start: int, count: int) -> None:
+        part, own = text(count, start), cache.of([start])
+        target.forward(part, chain(part).parents, own, LAYERS, torch.tensor([count - 1]))
+        own.commit([range(count)])
+
+    reads(0, 30)
+    reads(100, 30)
+    cache.copy(0, 200, 30)
+    assert cache.checkpoint_bytes == 2 * size  # copies share them
+    constants(recurrent_cache, CHECKPOINT_BYTES=2 * size)
+    reads(100, 10)  # the one that was copied was used later
+    assert [cache.checkpoint_lengths(start) for start in (0, 100, 200)] == [[30], [40], [30]]
+    constants(recurrent_cache, CHECKPOINT_BYTES=9 * size)
+    reads(200, 10)
+    cache.shrink(200, 30)
+    cache.grow(200, 100)
+    reads(200, 15)
+    assert cache.reusable(200, 44) == 30  # that after 40 tokens was of others
 
 
 def test_a_finished_sequence_is_copied_only(folders: dict[str, Path]) -> None:
