@@ -95,6 +95,19 @@ def test_instructions_are_stored_on_disk(target: Target, tmp_path: Path, monkeyp
         assert len(list(tmp_path.glob("prefixes/*.prefix"))) == 1
 
 
+def test_a_stored_prefix_is_loaded_whole_or_not(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    with engine(target, stored_prefix_tokens=48) as running:
+        for _ in range(2):
+            running.submit([*SYSTEM, 9], GREEDY, instruction_tokens=len(SYSTEM)).result().checked()
+    shorter = [*SYSTEM[:-1], 5, 6]
+    with caplog.at_level(logging.WARNING), engine(target, stored_prefix_tokens=48) as running:
+        [answer] = running.generate([shorter], GREEDY)
+    assert answer.token_ids == alone(target, shorter) and answer.stats.remembered == 0 and not caplog.records
+
+
 def test_a_checkpoint_that_cannot_be_stored_is_tried_once(
     target: Target,
     tmp_path: Path,
