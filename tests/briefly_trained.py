@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.plugins import parts
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.types import SamplingParams
 from blockdraft_train.data.documents import Document, read_data
@@ -21,6 +20,7 @@ from blockdraft_train.devices import make_accelerator
 from blockdraft_train.job import TrainingJob
 from blockdraft_train.settings_files import read_settings
 from blockdraft_train.trainer import run_folder, train
+from blockdraft_train.variant import find_variant
 
 PROMPTS, TOKENS = 32, 64
 
@@ -45,7 +45,7 @@ def briefly_trained(kind: str, folder: Path, asked: Sequence[list[int]], **flags
     writer.finish()
     flags |= {"length": "256", "batch": "4", "held-out": "1", "steps": "60", "learning-rate": "3e-3", "eval-every": "0"}
     flags |= {"eval-prompts": "1", "eval-tokens": "6", "save-every": "0", "trackers": ""}
-    recipe = read_settings(parts("train")[kind].VARIANT.recipe_class, flags=flags)
+    recipe = read_settings(find_variant(kind).recipe_class, flags=flags)
     out = folder / "drafter"
     accelerator = make_accelerator(recipe, run_folder(out), "cpu")
     train(TrainingJob(kind, target, read_data(folder / "data"), out, recipe, accelerator))
