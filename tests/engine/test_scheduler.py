@@ -412,7 +412,10 @@ def test_chats_go_on_beside_short_requests(target: Target, drafter: Drafter) -> 
     assert chat.token_ids == alone(target, drafter, LONG[:20], chat.params)
 
 
-def test_a_long_prompt_is_read_although_short_requests_keep_coming(target: Target, drafter: Drafter) -> None:
+def test_a_long_prompt_is_read_although_short_requests_keep_coming(
+    target: Target, drafter: Drafter, constants: Callable[..., None]
+) -> None:
+    constants(scheduler, BESIDE_SECONDS=60, ALONE_SECONDS=60)  # a read that takes long makes the next ones shorter
     hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
     hand.submit(PROMPTS[1], greedy(9))
     hand.scheduler.step()

@@ -120,8 +120,6 @@ def same(ours: TargetOutput, theirs: TargetOutput) -> bool:
 def test_a_block_and_a_prompt_have_the_bits_of_their_tokens_one_by_one(
     folders: dict[str, Path], name: str, way: str
 ) -> None:
-    if name.endswith("experts") and "quantize" in WAYS[way]:
-        pytest.skip("experts are not quantized at load")
     target, tokens, block = load(folders, name, **WAYS[way]), text(30), text(9, 1)
     together = score(target, read(target, tokens), block)
     for pieces in ([1] * 30, [2, 7, 21], [30]):
