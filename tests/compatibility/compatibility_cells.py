@@ -199,9 +199,10 @@ MTP heads of these models:
 
 - Qwen3.5 and later: a head in the GGUF file or folder runs compiled and [drafts by default](gguf.md#mtp-heads).
 - DeepSeek-V3: llama.cpp's converter leaves the MTP layer out (`skip_mtp` in its `conversion/deepseek.py`), so GGUF
-  files have no head. From [the folder](export.md#mtp-heads-in-the-targets-folder), `--drafter mtp` drafts, uncompiled.
-- GLM-4.7-Flash: older GGUF files have no head for the same reason. Newer converters write it, and `--drafter mtp`
-  refuses it, because it has latent attention. From the folder it drafts, uncompiled.
+  files have no head. One in [the folder](export.md#mtp-heads-in-the-targets-folder), in 16 bits, runs compiled and
+  drafts by default.
+- GLM-4.7-Flash: older GGUF files have no head for the same reason. Newer converters write it. There and in the folder
+  it runs compiled and drafts by default.
 - DeepSeek-V2, Granite 4-H and Nemotron 3 Nano: no head is read. Use `lookup`, the default, or another drafter.
 """
 LAST = """All families of the native decoder but Gemma 4 can be [quantized](quantize.md) at load and on disk. Quantized

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from blockdraft.formats.folder import COPY_AGAIN, HEAD_TENSORS, blaming, check_shapes
 from blockdraft.formats.stored import StoredTensor
+from blockdraft.nn.decoder import layer_class
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.packed import PackedLinear, pack_weights
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import Target
+from blockdraft.targets.families import own_tensors
+from blockdraft.targets.model_config import load_config
 from blockdraft.targets.native_files import packing, quantize_matrix
 from blockdraft.targets.weights import experts_apart
 
@@ -48,9 +51,7 @@ def with_head_layer(config: DecoderConfig, routed: bool) -> DecoderConfig:
 
 def runs_heads(target: Target) -> bool:
     """Return whether `read_decoder_head` reads the heads of a target."""
-    native: Any = target
-    runs = target.backend == "native" and target.is_compiled and target.kernels is not None
-    return runs and native.decoder.config.latent is None
+    return target.backend == "native" and target.is_compiled and target.kernels is not None
 
 
 def read_decoder_head(
@@ -73,7 +74,8 @@ def read_decoder_head(
     number, size = len(own.layers), target.hidden_size
     config = with_head_layer(own, any(name.startswith("mlp.experts.") for name in layer))
     prefix = f"model.layers.{number}."
-    tensors = experts_apart({prefix + name: tensor for name, tensor in layer.items()}) | dict(around)
+    named = own_tensors(load_config(folder), {prefix + name: tensor for name, tensor in layer.items()})
+    tensors = experts_apart(named) | dict(around)
     shapes = {name: shape for name, shape in config.tensor_shapes().items() if name.startswith(prefix)}
     shapes |= {name: (size, 2 * size) if name == FUSION else (size,) for name in around}
     with blaming(folder):
@@ -86,7 +88,7 @@ def read_decoder_head(
         return weight if bits is None or name in config.gates else quantize_matrix(name, weight, bits, dtype)
 
     with torch.no_grad():
-        module = DecoderLayer(config, number, read, packing(read, kernels))
+        module = layer_class(config)(config, number, read, packing(read, kernels))
         fc = PackedLinear(pack_weights([read(FUSION)], kernels))
         for product in (*module.modules(), fc):
             if isinstance(product, PackedLinear):

@@ -93,7 +93,12 @@ class DecoderMTPNetwork(MTPHead):
         self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend | None = None
     ) -> tuple[Tensor, Tensor]:
         _, new, _ = self._heads(self.entries(embedded, hidden_state)[0], positions)
-        keys, values = new.transpose(1, 2).chunk(2, dim=1)
+        return self._stored(new)
+
+    def _stored(self, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in a result of `_heads`, which are the same with latent attention."""
+        new = new.transpose(1, 2)
+        keys, values = (new, new) if self.config.decoder.latent is not None else new.chunk(2, dim=1)
         return keys, values
 
     def forward(
@@ -101,7 +106,8 @@ class DecoderMTPNetwork(MTPHead):
     ) -> Tensor:
         (entries, _), layer = self.entries(embedded, hidden_state), self.layer
         queries, new, gate = self._heads(entries, positions)
-        attended = attend(0, queries.transpose(1, 2), *new.transpose(1, 2).chunk(2, dim=1))
+        factor = self.config.decoder.query_scale * self.config.head_dim**0.5  # `attend` divides by the root
+        attended = attend(0, queries.transpose(1, 2) * factor, *self._stored(new))
         x = entries.flatten(0, 1) + layer.attended(attended.transpose(1, 2), gate)
         return (x + layer.feed_forward(x)).view_as(entries)
 

@@ -85,7 +85,7 @@ def in_target(target: Target) -> bool:
         return False
     if is_gguf(path):
         return has_head(gguf_outline(path))
-    if not (path / "config.json").is_file() or not holds_head(path):
+    if not (path / "config.json").is_file() or not holds_head(path, target.num_layers):
         return False
     from transformers import AutoConfig
 

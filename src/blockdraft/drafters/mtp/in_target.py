@@ -49,10 +49,10 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
     return StoredHead(head, prefix, {name: prefix + own for name, own in NEXTN.items()})
 
 
-def holds_head(folder: Path) -> bool:
-    """Return whether files of a folder hold an MTP head by the names of Qwen's. Broken ones do not."""
+def holds_head(folder: Path, num_layers: int) -> bool:
+    """Return whether a folder holds an MTP head that `find_head` finds."""
     with suppress(UsageError):
-        return bool(open_folder(folder, prefix=QWEN).tensors)
+        return bool(find_head(folder, num_layers).tensors)
     return False
 
 

@@ -108,7 +108,8 @@ class CompiledDraftRunner(CompiledLayers, DraftRunner):
         hidden_state = StoreShape(1, 1, self.config.hidden_size, torch.float32 if described.layers else self._dtype)
         if described.layers:
             heads, size = self.config.num_key_value_heads, library.slot_size(self.config.head_dim)
-            keys_values = StoreShape(len(described.layers), 2 * heads, size, library.store_dtype)
+            per_head = self.config.decoder.stored_per_head if is_packed else 2
+            keys_values = StoreShape(len(described.layers), per_head * heads, size, library.store_dtype)
             self.shapes = (keys_values, hidden_state) if described.has_pairs else (keys_values,)
         else:
             self.shapes = (hidden_state,)

@@ -11,7 +11,8 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import GGUFFile, gguf_outline
 from blockdraft.formats.stored import dense
 from blockdraft.kernels.cpu.library import Library
-from blockdraft.nn.decoder_layer import DecoderLayer, plain
+from blockdraft.nn.decoder import layer_class
+from blockdraft.nn.decoder_layer import plain
 from blockdraft.nn.packed import PackedLinear, pack_weights
 from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered, Target
@@ -28,8 +29,9 @@ FUSION = "eh_proj"
 
 
 def has_head(file: GGUFFile) -> bool:
-    """Return whether a file holds MTP heads."""
-    return bool(file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers"))
+    """Return whether a file holds an MTP head of one layer."""
+    heads = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
+    return heads == 1 and any(name.endswith(f".nextn.{FUSION}.weight") for name in file.tensors)
 
 
 def read_gguf_head(target: Target) -> DecoderHead:
@@ -41,7 +43,8 @@ def read_gguf_head(target: Target) -> DecoderHead:
     path, kernels = target.path, cast("Library | None", target.kernels)
     assert path is not None
     file = gguf_outline(path)
-    if not has_head(file):
+    heads = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers")
+    if not heads:
         raise UsageError(
             f"{path} has no MTP head: its nextn_predict_layers is missing or 0. llama.cpp's converter leaves the head "
             "out with --no-nextn, and that of DeepSeek-V3 always; convert the model without that option, or use "
@@ -49,10 +52,8 @@ def read_gguf_head(target: Target) -> DecoderHead:
         )
     with understanding(path):
         config = fitted(decoder_config(gguf_config(file)), file)
-        if config.latent is not None:
-            raise NotCovered("its MTP head has latent attention")
         number = len(config.layers)
-        if file.metadata[f"{file.metadata['general.architecture']}.nextn_predict_layers"] != 1:
+        if heads != 1:
             raise NotCovered("it has several MTP layers, of which only one is supported")
         config = with_head_layer(config, f"blk.{number}.ffn_gate_inp.weight" in file.tensors)
         weights = layer_weights(file, config, number)
@@ -85,7 +86,7 @@ def read_gguf_head(target: Target) -> DecoderHead:
         make = None
         if kernels is not None:
             make = file_packing(weights, read, kernels) if takes_integers else packing(read, kernels)
-        layer = DecoderLayer(config, number, read, make)
+        layer = layer_class(config)(config, number, read, make)
         fusion = to_target(parts[FUSION].read())
         fc = PackedLinear(fusion if kernels is None else pack_weights([fusion], kernels))
         for product in (*layer.modules(), fc):

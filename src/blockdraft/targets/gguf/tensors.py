@@ -155,9 +155,9 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
         f"blk.{n}.{part}.weight" for n, kind in enumerate(config.layers) if kind.keys_of is not None for part in KEYS
     }
     strange = [name for name in strange if name not in unused]
-    if file.metadata.get(f"{architecture}.nextn_predict_layers"):
-        mtp_head = f"blk.{len(config.layers)}."
-        strange = [name for name in strange if not name.startswith(mtp_head)]
+    heads = min(file.metadata.get(f"{architecture}.nextn_predict_layers") or 0, len(file.tensors))
+    mtp_layers = tuple(f"blk.{len(config.layers) + number}." for number in range(heads))
+    strange = [name for name in strange if not name.startswith(mtp_layers)]
     if strange:
         raise NotCovered(f"it holds tensors that the decoder does not know, such as {strange[0]}")
     return _weights(file, config, config.tensor_shapes(), range(len(config.layers)))
