@@ -105,6 +105,7 @@ RECENT: dict[str, str | None] = {
     "qwen3_vl_moe": None,
     "smollm3": None,
 }
+YES = {"nemotron_h": "Nano: yes; Super and Ultra: no, their experts read a latent projection"}
 HYBRIDS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h"}
 NATIVE_ONLY = {"jax": {"deepseek_v3", "gemma4_text", "gpt_oss", "olmo2", "phi3", "qwen3_moe", *HYBRIDS}}
 
@@ -146,7 +147,7 @@ def document(outcomes: Mapping[Cell, str]) -> str:
     for model in catalogue():
         models[model.family or ""].append(model.id)
     files = [
-        [f"`{family}`", ", ".join(models[family]), "yes" if reason is None else f"no: {reason}"]
+        [f"`{family}`", ", ".join(models[family]), YES.get(family, "yes") if reason is None else f"no: {reason}"]
         for family, reason in RECENT.items()
     ]
     recent = _table([["Family", "Models of the catalogue", "Runs compiled from GGUF"], *files])

@@ -157,7 +157,7 @@ def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path)
         return f"Resuming from step {begin}; delete {folder} to start over."
     if recipe.steps is None and planned < FEW_STEPS:
         epochs, made = counted(recipe.epochs, "epoch"), counted(planned, "step")
-        return f"{epochs} of these documents: {made}, which is little; see --epochs, --steps"
+        return f"{epochs} of these documents: {made}, which is little; more documents, epochs or steps add some"
     return None
 
 
