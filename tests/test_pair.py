@@ -25,7 +25,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module", params=[TINY_DRAFTER], ids=lambda folder: folder.name)
 def engine(request: pytest.FixtureRequest) -> blockdraft.Engine:
-    target = blockdraft.load_target()
+    target = blockdraft.load_target("bundled")
     return blockdraft.Engine(
         target, blockdraft.load_drafter(request.param, target=target), drafting=blockdraft.Drafting(None)
     )
@@ -60,7 +60,7 @@ def test_drafting_changes_nothing(
 def test_backends_give_the_same_answers(engine: blockdraft.Engine, plain: blockdraft.Engine) -> None:
     """Ours and transformers', with and without drafter; greedy answers show the least difference."""
     assert engine.target.backend == "native"
-    theirs = blockdraft.load_target(backend="hf")
+    theirs = blockdraft.load_target("bundled", backend="hf")
     sampling = blockdraft.SamplingParams(max_new_tokens=64)
     expected = [
         blockdraft.Engine(

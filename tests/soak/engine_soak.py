@@ -39,7 +39,7 @@ def soak(
         Numbers to show, samples over time, and what does not hold.
     """
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()][:chats]
-    target = load_target(compile="on")  # waits for the compiler
+    target = load_target("bundled", compile="on")  # waits for the compiler
     with Engine(target, load_drafter("none", target=target), 1) as plain:
         known = known_answers(plain, texts, turns, tokens)
     gc.collect()

@@ -39,7 +39,7 @@ def test_backends_are_found_by_file(toy_dir: Path) -> None:
     with pytest.raises(
         ValueError, match=r"backend is 'jvm'; use one of \['auto', 'hf', 'jax', 'mlx', 'native', 'toy_backend'\]"
     ):
-        load_target(backend="jvm")
+        load_target("bundled", backend="jvm")
 
 
 def test_a_backend_that_does_not_know_a_model_says_so(toy_dir: Path, tiny_target_dir: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_converted_drafter_stays_one_for_its_own_target(
 
 
 def test_the_bundled_drafter_is_the_bundled_targets(caplog: pytest.LogCaptureFixture) -> None:
-    target = load_target(device="cpu")
+    target = load_target("bundled", device="cpu")
     assert Trained.read(read_config(TINY_DRAFTER)).target == target.source_fingerprint
     load_drafter("bundled", target=target)
     assert caplog.messages == []

@@ -104,7 +104,7 @@ def test_what_is_no_adapter_of_the_model_is_refused(
         with pytest.raises(ValueError, match=message):
             load_target(tiny_target_dir, device="cpu", adapter=adapter)
     with pytest.raises(ValueError, match="cannot be merged into .*size mismatch"):
-        load_target(device="cpu", adapter=lora)  # the bundled target is wider
+        load_target("bundled", device="cpu", adapter=lora)  # the bundled target is wider
 
 
 def test_a_folder_has_no_revision(tiny_target_dir: Path) -> None:

@@ -109,7 +109,7 @@ def test_layers_that_are_never_rounded_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def beside_four_bits() -> Target:
-    return load_target(dtype="float32", device="cpu", quantize="int4", compile="on")
+    return load_target("bundled", dtype="float32", device="cpu", quantize="int4", compile="on")
 
 
 @pytest.mark.parametrize("kind", variant_names())
@@ -132,7 +132,7 @@ def test_what_is_rounded_in_training_is_what_is_rounded_where_a_drafter_is_loade
 @pytest.mark.slow
 def test_they_are_rounded_as_where_a_drafter_is_loaded(beside_four_bits: Target) -> None:
     library = beside_four_bits.compiled.library  # type: ignore[attr-defined]
-    layers = linear(load_drafter(target=load_target(dtype="float32", device="cpu", compile="off")).network)  # type: ignore[attr-defined]
+    layers = linear(load_drafter(target=load_target("bundled", dtype="float32", device="cpu", compile="off")).network)  # type: ignore[attr-defined]
     packed = [pack_together([layer], library, torch.float32, 4) for layer in layers]
     with quantized_weights(layers, 4):
         for layer, compiled in zip(layers, packed, strict=True):

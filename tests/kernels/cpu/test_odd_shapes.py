@@ -109,7 +109,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(
 
 @pytest.mark.parametrize("round_drafters", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(round_drafters: bool) -> None:
-    target = load_target(dtype="float32", device="cpu", quantize="int4", round_drafters=round_drafters)
+    target = load_target("bundled", dtype="float32", device="cpu", quantize="int4", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)
     run = drafter.runner
     assert isinstance(run, CompiledDraftRunner)
@@ -131,7 +131,7 @@ def test_drafters_beside_bfloat16_are_rounded_where_integers_are_faster(
     constants: Callable[..., None], few: bool, round_drafters: bool
 ) -> None:
     constants(machine, BFLOAT16_FLAGS=machine.processor_flags() if few else frozenset())
-    target = load_target(dtype="bfloat16", device="cpu", compile="on", round_drafters=round_drafters)
+    target = load_target("bundled", dtype="bfloat16", device="cpu", compile="on", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)
     assert {packed.bits for packed in drafter.runner.packed} == {8 if few and round_drafters else None}
     ways = [Engine(target, each, drafting=Drafting(None)) for each in (drafter, load_drafter("none", target=target))]

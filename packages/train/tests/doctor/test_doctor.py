@@ -34,7 +34,7 @@ SMALL = 48  # tokens of a response
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return load_target(compile="off")
+    return load_target("bundled", compile="off")
 
 
 @pytest.fixture
@@ -173,7 +173,9 @@ def test_numbers_that_do_not_fit(broken: Callable[..., Path]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"] * 65536
     save_file(tensors, folder / "model.safetensors")
-    found = examine(load_target(dtype="float16", compile="off"), folder, PROMPTS[:1], 16)  # float16 is slow on CPUs
+    found = examine(
+        load_target("bundled", dtype="float16", compile="off"), folder, PROMPTS[:1], 16
+    )  # float16 is slow on CPUs
     assert found.fault == "dtype" and "float32 in place of float16" in found.finding
 
 
