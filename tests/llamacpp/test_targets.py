@@ -23,7 +23,7 @@ from blockdraft.types import Drafting, SamplingParams
 pytestmark = pytest.mark.llamacpp
 TOKENS, DRAFT_TOKENS = 40, 4
 NEAR_TIE = 1e-3  # difference of the two highest logits
-# By name: fields of the model and metadata of the file that llama.cpp needs, or why it does not decode the same model.
+# By name: fields of the model and metadata of the file that llama.cpp needs.
 NEEDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ({}, {"rope.dimension_sections": [2, 1, 1, 0]})),
     **dict.fromkeys(("nemotron_h", "nemotron_h-dense"), ({}, {"attention.layer_norm_epsilon": 1e-3})),
@@ -32,7 +32,7 @@ NEEDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "glm4_moe_lite": ({}, {"expert_gating_func": 2}),
     "phi3": ({"sliding_window": None}, {"attention.sliding_window": 0}),
 }
-OTHERWISE = {
+OTHERWISE = {  # why llama.cpp does not decode the same model
     "deepseek_v2-groups": "it takes queries of one projection in models of 26 or 27 layers only",
     "phi3-long": "it chooses the factors by the length of the context, and not of the sequence",
 }
@@ -68,8 +68,8 @@ def test_tokens(name: str, tmp_path: Path) -> None:
     target = loaded(path)
     own = [list(one.token_ids) for one in ours(target, "none", Drafting(None))]
     with peer(path, tmp_path / "log", flash_attention=False) as theirs:
-        said = [theirs.ask("decode", {"prompt": one, "max_new_tokens": TOKENS, "stops": []}) for one in PROMPTS]
-    same = [equal(target, *answers, done["tokens"]) for *answers, done in zip(PROMPTS, own, said, strict=True)]
+        answers = [theirs.ask("decode", {"prompt": one, "max_new_tokens": TOKENS, "stops": []}) for one in PROMPTS]
+    same = [equal(target, prompt, one, done["tokens"]) for prompt, one, done in zip(PROMPTS, own, answers, strict=True)]
     # Of experts that are nearly as likely, others may be chosen, which changes all logits.
     assert sum(same) >= len(PROMPTS) - ("expert_count" in metadata)
     assert len({token for one in own for token in one}) > 4  # so that equal tokens mean something

@@ -95,7 +95,7 @@ print('transformers' in sys.modules)
 slow = {'torch._dynamo', 'torch.distributed.tensor', 'sympy'}
 load_target('bundled', device='cpu', compile='off')
 print(sorted((slow | {'transformers.activations'}) & set(sys.modules)))
-target = load_target("bundled", backend='native')
+target = load_target('bundled', backend='native')
 Engine(target, load_drafter(target=target)).generate(['Hi'], SamplingParams(4))
 print(sorted((slow | {'transformers.modeling_utils'}) & set(sys.modules)))
 """

@@ -173,9 +173,8 @@ def test_numbers_that_do_not_fit(broken: Callable[..., Path]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"] * 65536
     save_file(tensors, folder / "model.safetensors")
-    found = examine(
-        load_target("bundled", dtype="float16", compile="off"), folder, PROMPTS[:1], 16
-    )  # float16 is slow on CPUs
+    in_float16 = load_target("bundled", dtype="float16", compile="off")
+    found = examine(in_float16, folder, PROMPTS[:1], 16)  # one prompt: float16 is slow on CPUs
     assert found.fault == "dtype" and "float32 in place of float16" in found.finding
 
 
