@@ -118,12 +118,12 @@ def check_free(folder: Path) -> None:
         raise UsageError(f"{folder} holds other files; choose another folder for --out.")
 
 
-def check_writable(folder: Path) -> None:
-    """Raise UsageError unless a folder can be written to or made. Nothing is made."""
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Raise UsageError, which names the option, unless a folder can be written to or made. Nothing is made."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "may not be written to" if existing.is_dir() else "is no folder"
-        raise UsageError(f"{folder} cannot be written to, since {existing} {why}; choose another --out.")
+        raise UsageError(f"{folder} cannot be written to, since {existing} {why}; choose another {option}.")
 
 
 def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None:

@@ -19,6 +19,8 @@ Run = Callable[..., Any]
         (["--served-model-name", " "], "--served-model-name holds an empty name"),
         (["--record-hidden-states"], "--record-hidden-states has no folder; add --record DIR"),
         (["--record", "R", "--record-hidden-states", "--drafter", "lookup"], "drafter lookup reads no hidden states"),
+        (["--record", "R", "--record-bytes", "9"], "--record-bytes must be at least 1048576"),
+        (["--record", "/dev/null/R"], "/dev/null is no folder; choose another --record"),
         (["--target", "/no/such/model", "--drafter", "none"], "/no/such/model"),
     ],
 )

@@ -1,6 +1,7 @@
 """The native decoder gives the numbers of transformers for each family, through the same protocol."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
+from blockdraft.errors import UsageError
 from blockdraft.nn.quantization import best_group
 from blockdraft.nn.quantize_weight import QUICK, quantize_weight
 from blockdraft.targets import FAMILIES, HEAD, TABLE, Target, decoder_config, embedding_and_head, load_target
@@ -488,6 +490,16 @@ def test_all_matrices_but_gates_are_quantized_at_load(folders: dict[str, Path], 
         if weight.ndim == 2 and not any(part in label for part in whole):
             expected = quantize_weight(expected, bits, best_group(weight.size(1)), shares=QUICK).dequantize()
         assert torch.equal(weight, expected), label
+
+
+def test_the_matrix_that_holds_nan_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["nemotron_h"], tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    (name,) = (name for name in tensors if name.endswith("layers.0.mixer.out_proj.weight"))
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"layers\.0\..*out_proj.*: A weight holds NaN or infinity"):
+        load_target(folder, device="cpu", quantize="int4")
 
 
 def test_latent_attention_has_no_keys_in_8_bits(folders: dict[str, Path]) -> None:

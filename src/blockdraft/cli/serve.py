@@ -17,6 +17,7 @@ from blockdraft.cli.target import (
     threads_in_words,
 )
 from blockdraft.errors import UsageError
+from blockdraft.folders import check_writable
 from blockdraft.plugins import RECORDERS, entry_points, install_hint
 from blockdraft.plugins import load as load_plugin
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
@@ -25,6 +26,7 @@ from blockdraft.types import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
     from pathlib import Path
 
     from blockdraft.drafters import Drafter
@@ -55,6 +57,7 @@ def serve(
         raise UsageError(f"The server needs {', '.join(missing)}; run pip install 'blockdraft[server]'.")
 
     usual, *others = settings.backends or _default_backends(model)
+    make_recorder = None if settings.record is None else _find_recorder(settings.record)
     with log_lines(), bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
 
@@ -63,7 +66,7 @@ def serve(
         from blockdraft.serving.service import Service
 
         recorders: list[Recorder] = []  # one for the engines of all backends
-        load = partial(_engine, model, drafter, drafting, settings, recorders)
+        load = partial(_engine, model, drafter, drafting, settings, make_recorder, recorders)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
@@ -94,6 +97,7 @@ def _engine(
     drafter: DrafterSettings,
     drafting: Drafting,
     settings: ServeSettings,
+    make_recorder: Callable[..., Recorder] | None,
     recorders: list[Recorder],
     backend: str,
 ) -> Engine:
@@ -103,8 +107,9 @@ def _engine(
     target = replace(model, backend=backend).load_for(drafter.drafter, drafter.draft_vocab)
     on_cpu = target.device.type == "cpu"
     loaded = drafter.load(target)
-    if settings.record is not None and not recorders:
-        recorders.append(_recorder(settings.record, target, loaded, settings))
+    if make_recorder is not None and not recorders:
+        layers = _recorded_layers(target, loaded) if settings.record_hidden_states else ()
+        recorders.append(make_recorder(settings.record, target, layers, settings.record_bytes))
     cache_tokens, prefix_tokens = settings.memory_tokens(target.max_context, on_cpu)
     return Engine(
         target,
@@ -119,25 +124,33 @@ def _engine(
     )
 
 
-def _recorder(folder: Path, target: Target, drafter: Drafter, settings: ServeSettings) -> Recorder:
-    """Return the recorder of a server, which holds its folder.
+def _find_recorder(folder: Path) -> Callable[..., Recorder]:
+    """Return what makes the recorder of a server, which holds its folder.
 
     Raises:
-        UsageError: The folder cannot be used, the drafter reads no hidden states, or blockdraft-train is missing.
+        UsageError: The folder cannot be written, or blockdraft-train is missing.
     """
-    layers: tuple[int, ...] = ()
-    if settings.record_hidden_states:
-        if not drafter.target_layers:
-            raise UsageError(
-                f"The drafter {drafter.kind} reads no hidden states, so there are none to record; name a drafter with "
-                "a network, or leave out --record-hidden-states."
-            )
-        layers = tuple(sorted({*drafter.target_layers, target.num_layers}))  # the last ones are what it learns from
-    make = load_plugin(RECORDERS, "folder") if "folder" in entry_points(RECORDERS) else None
+    check_writable(folder, "--record")
+    make: Callable[..., Recorder] | None = (
+        load_plugin(RECORDERS, "folder") if "folder" in entry_points(RECORDERS) else None
+    )
     if make is None:
         raise UsageError(f"--record needs another package; run {install_hint(RECORDERS, 'folder')}.")
-    recorder: Recorder = make(folder, target, layers, settings.record_bytes)
-    return recorder
+    return make
+
+
+def _recorded_layers(target: Target, drafter: Drafter) -> tuple[int, ...]:
+    """Return the target layers whose hidden states a drafter reads, and the last one, from which it learns.
+
+    Raises:
+        UsageError: The drafter reads no hidden states.
+    """
+    if not drafter.target_layers:
+        raise UsageError(
+            f"The drafter {drafter.kind} reads no hidden states, so there are none to record; name a drafter with "
+            "a network, or leave out --record-hidden-states."
+        )
+    return tuple(sorted({*drafter.target_layers, target.num_layers}))
 
 
 def _self_check(engine: Engine, count: int) -> str | None:

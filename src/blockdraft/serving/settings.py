@@ -69,6 +69,7 @@ class ServeSettings:
     )
     record_bytes: Annotated[Count, Flag(metavar="BYTES", panel=RECORDING)] = Field(
         RECORD_BYTES,
+        ge=2**20,
         description="Most bytes that the folder of --record takes. Beyond it, the oldest conversations are deleted.",
     )
     max_batch_size: Annotated[Count, Flag(panel=LIMITS)] = Field(

@@ -198,10 +198,17 @@ def packing(read: Read, kernels: Kernels) -> Make:
 
 
 def quantize_matrix(name: str, weight: Tensor, bits: int, dtype: torch.dtype) -> QuantizedWeight:
-    """Quantize a matrix of a checkpoint to `bits`, or to `TABLE_BITS` where fewer would lose most."""
+    """Quantize a matrix of a checkpoint to `bits`, or to `TABLE_BITS` where fewer would lose most.
+
+    Raises:
+        UsageError: A number is NaN or infinite. The message names the matrix.
+    """
     bits = TABLE_BITS if name in (TABLE, HEAD) else bits
     weight = weight if dtype == torch.float32 else weight.to(dtype)
-    return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
+    try:
+        return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
 
 
 def _few_bits_of(config: AnyConfig, options: LoadOptions) -> Mapping[str, Any] | None:

@@ -19,6 +19,7 @@ from blockdraft.drafters import drafter_files, load_drafter
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.folders import check_free, check_writable, held
 from blockdraft.formats import Checkpoint, read_drafter
+from blockdraft.models.catalogue import BUNDLED
 from blockdraft.prompt_sets import SAMPLES
 from blockdraft.targets import Target, check_target, load_target, without_tokenizer
 from blockdraft.timing import telling
@@ -123,7 +124,8 @@ def _continue(where: Where, settings: FitSettings, source: Path, note: Callable[
     prompts = list(held_out_prompts(documents, split(documents, count, settings.seed)[1], target))
     general = encode_prompts(SAMPLES.prompts, target, TOKENS)
     measure = partial(measure_taus, target=target, prompts=prompts, general=general)
-    with telling(note, f"Measuring {init} on {len(prompts)} held-out and {len(general)} general prompts"):
+    drafter = "the bundled drafter" if settings.init == BUNDLED else init
+    with telling(note, f"Measuring {drafter} on {len(prompts)} held-out and {len(general)} general prompts"):
         start = time.monotonic()
         before = measure(init)
         measuring = time.monotonic() - start
