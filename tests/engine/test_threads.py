@@ -270,7 +270,8 @@ if sys.argv[2] == "step":  # which the forked process must not begin in
     inside.wait()
 child = os.fork()
 found = engine.generate([[7, 60, 33]], SamplingParams(20, ignore_eos=True))[0].token_ids
-print(*found, running and running.result().finish_reason, flush=True)
+line = " ".join(map(str, [*found, running and running.result().finish_reason]))
+os.write(1, f"{line}\\n".encode())  # at once: both processes write to one pipe
 if not child:
     os._exit(0)
 sys.exit(os.waitpid(child, 0)[1])
