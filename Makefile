@@ -33,7 +33,7 @@ check: .venv/.installed
 	$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: .venv/.installed
-	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
+	$(PYTEST) -m "not slow and not long and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
 
 # Mutation tests of decode, engine, formats and serving: make mutants ARGS='"blockdraft.decode.*"'; then
 # .venv/bin/mutmut results, and .venv/bin/mutmut show NAME.
