@@ -37,6 +37,7 @@ CPU_BLOCK_SIZE = 4
 Quantize: TypeAlias = Literal["int8", "int4", "fp8"]  # quantization of a target's weights
 KVDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]  # of its keys and values
 RECORD_BYTES = 4 * 2**30  # usual limit of recorded conversations
+MIN_RECORD_BYTES = 2**20
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
 MIN, MAX = 1e-30, 1e30  # far beyond, float32 rounds to 0 or infinity

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Flag, Natural, SettingsError, Texts, settings
-from blockdraft.types import RECORD_BYTES
+from blockdraft.types import MIN_RECORD_BYTES, RECORD_BYTES
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LIMITS, ACCESS, RECORDING = "Limits", "Who may call", "Recording"  # panels of --help
@@ -69,7 +69,7 @@ class ServeSettings:
     )
     record_bytes: Annotated[Count, Flag(metavar="BYTES", panel=RECORDING)] = Field(
         RECORD_BYTES,
-        ge=2**20,
+        ge=MIN_RECORD_BYTES,
         description="Most bytes that the folder of --record takes. Beyond it, the oldest conversations are deleted.",
     )
     max_batch_size: Annotated[Count, Flag(panel=LIMITS)] = Field(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.targets import Target, load_target
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import MIN_RECORD_BYTES, Drafting, SamplingParams
 from blockdraft_train.data import record_folder, recording
 from blockdraft_train.data.documents import read_data
 from blockdraft_train.data.hidden_states import read_hidden_states
@@ -154,7 +154,7 @@ def test_the_limit_deletes_the_oldest(
     constants: Callable[..., None],
 ) -> None:
     constants(recording, TURN_SECONDS=-1.0)  # each conversation ends with its first turn
-    recorder = make_recorder(layers, limit=record_folder.MIN_BYTES)
+    recorder = make_recorder(layers, limit=MIN_RECORD_BYTES)
     count, length = (20, 9000) if not layers else (40, 1000)
     for number in range(count):
         prompt = [number + 3] * length
@@ -165,12 +165,12 @@ def test_the_limit_deletes_the_oldest(
     data = read_data(folder)
     kept = [int(document.tokens[0]) - 3 for document in data]
     assert kept == list(range(kept[0], count)) and 2 < len(kept) < count
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= record_folder.MIN_BYTES
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= MIN_RECORD_BYTES
     if layers:
         hidden_states = read_hidden_states(folder / "hidden-states")
         hidden_states.check(target, data, layers)
         assert [int(hidden_states[i][0, 0]) for i in range(len(data))] == kept
-    again = make_recorder(layers, limit=record_folder.MIN_BYTES)  # goes on behind the last one
+    again = make_recorder(layers, limit=MIN_RECORD_BYTES)  # goes on behind the last one
     again.write(again.turn(finished([2, 2], [1]), None if not layers else states[:2]))
     again.close()
     assert read_data(folder)[-1].tokens.tolist() == [2, 2, 1]

@@ -27,6 +27,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.folders import fingerprint, held, write_file
 from blockdraft.targets import Target, target_fingerprint
+from blockdraft.types import MIN_RECORD_BYTES
 from blockdraft_train.data.token_data import (
     FORMAT,
     HIDDEN_STATES_MANIFEST,
@@ -39,7 +40,6 @@ from blockdraft_train.data.token_data import (
 
 HIDDEN_STATES = "hidden-states"  # folder of the hidden states in a record folder
 OPEN = "open"  # folder of conversations that may go on
-MIN_BYTES = 2**20
 SHARDS = 8  # at least, before the oldest is deleted
 SHARD_BYTES = 2**26
 
@@ -82,8 +82,8 @@ class RecordFolder:
     def __init__(self, folder: Path, target: Target, target_layers: Sequence[int], limit: int) -> None:
         if target.tokenizer is None:
             raise UsageError("Without a tokenizer, the target's requests cannot be recorded; leave out --record.")
-        if limit < MIN_BYTES:
-            raise UsageError(f"record_bytes must be at least {MIN_BYTES}, got {limit}.")
+        if limit < MIN_RECORD_BYTES:
+            raise UsageError(f"record_bytes must be at least {MIN_RECORD_BYTES}, got {limit}.")
         self.folder, self.target_layers, self._limit = folder, tuple(target_layers), limit
         self.shard_bytes = min(SHARD_BYTES, limit // SHARDS)
         self.width = len(self.target_layers) * target.hidden_size
